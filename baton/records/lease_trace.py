@@ -31,8 +31,6 @@ class _Held:
 
 @dataclass(slots=True)
 class _Slots:
-    """The slots of one engine."""
-
     count: int
     num_used: int = 0
     freed: list[int] = field(default_factory=list)

@@ -217,7 +217,6 @@ class RunDirectory:
             raise Damaged(f"{file} is damaged: {error}{hint}") from error
 
     def has_groups(self, step: int) -> bool:
-        """Return whether the batch of the step is recorded."""
         return self._groups_file(step).is_file()
 
     def recorded_steps(self, source: Source = "batch") -> list[int]:

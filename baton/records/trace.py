@@ -158,7 +158,6 @@ class TraceWriter:
             self._size += 1
 
     def _start_next_file(self, directory: Path, at_s: float) -> None:
-        """Start the next file, because the current file is full."""
         _, before, last = trace_files(directory)
         if last.exists():
             last.replace(before)

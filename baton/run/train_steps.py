@@ -119,7 +119,6 @@ class TrainSteps:
             self.journal.consumed(step, group_ids)
 
     def _next_batch(self, step: int) -> tuple[Sequence[Group], StepCounts]:
-        """Generate, score and record the next batch."""
         if not self.has_begun:
             self._begin()
         rules = self.controller.rules

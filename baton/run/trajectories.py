@@ -355,7 +355,6 @@ def _by_policy(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _versions_and_mean(sampled: Sequence[Segment]) -> tuple[tuple[int, int], float]:
-    """Return the oldest and newest policy version, and the mean logprob, of the policy's segments."""
     logprobs = list(chain.from_iterable(segment.behavior_logprobs for segment in sampled))
     return (sampled[0].policy_version, sampled[-1].policy_version), sum(logprobs) / len(logprobs)
 

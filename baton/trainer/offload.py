@@ -25,7 +25,6 @@ from baton.trainer.update import Learner
 
 
 def offload_of(passes: Passes, learners: Sequence[Learner]) -> Offload:
-    """Return an `Offload` of all models and optimisers of a trainer."""
     models = (passes.model, passes.reference, passes.critic)
     return Offload(passes.model.device, models, [learner.optimizer for learner in learners])
 

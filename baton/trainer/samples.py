@@ -80,7 +80,6 @@ class TrainingSample:
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens that get a gradient."""
         return sum(self.is_trained)
 
     @property

@@ -33,7 +33,6 @@ class Demonstration(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 

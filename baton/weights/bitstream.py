@@ -71,7 +71,6 @@ class BitWriter:
         self.stream(np.packbits(bits))
 
     def block(self) -> Pieces:
-        """Return the block, which contains all appended numbers and streams."""
         return self._parts
 
 

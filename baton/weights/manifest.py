@@ -119,12 +119,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def whole(self) -> Encoding | None:
-        """The encoding without a base; None if there is none."""
         return next((way for way in self.ways if way.base is None), None)
 
     @property
     def delta(self) -> Encoding | None:
-        """The encoding with a base; None if there is none."""
         return next((way for way in self.ways if way.base is not None), None)
 
     @property
@@ -136,7 +134,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def base(self) -> PolicyVersion | None:
-        """The base of the delta; None if there is no delta."""
         return None if self.delta is None else self.delta.base
 
     @property

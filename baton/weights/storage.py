@@ -40,7 +40,6 @@ class ByteReader:
 
     @classmethod
     def of(cls, data: bytes) -> ByteReader:
-        """Return a reader of bytes in memory."""
         return cls(len(data), lambda offset, size: data[offset : offset + size])
 
     @classmethod

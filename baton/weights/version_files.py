@@ -196,7 +196,6 @@ def _header(entries: tuple[TensorEntry, ...]) -> bytes:
 
 
 def _header_in(path: Path) -> bytes:
-    """Return the header of a complete safetensors file."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         text = file.read(size)

@@ -80,7 +80,6 @@ class RemoteVersion:
         )
 
     def buckets(self, base: PolicyVersion | None = None) -> tuple[Bucket, ...]:
-        """Return the buckets of the whole version."""
         return self._buckets
 
 
@@ -91,7 +90,6 @@ class RemoteTransport:
         self._source = source
 
     def connect(self, link: Any, name: str, rules: DirectRules) -> RemoteCommunicator:
-        """link: a `ReplicaLink`."""
         info = self._source.connect_replica(name, link.world_size, rules)
         try:
             link.call("init_weight_transfer_engine", info, rules.connect_s)
