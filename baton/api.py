@@ -299,7 +299,6 @@ class Callback(Protocol):
 
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> bool | None:
         """Return True to stop the run, as Ctrl-C does, but without an exception."""
-        ...
 
 
 class _CallbackObserver(TerminalObserver):

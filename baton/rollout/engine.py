@@ -179,16 +179,13 @@ class Resident(Protocol):
 
     def sleep(self) -> None:
         """Free the part's device memory. Has no effect if the part already sleeps."""
-        ...
 
     def wake_up(self) -> None:
         """Move the part back to the device. Has no effect if the part is already awake."""
-        ...
 
     @property
     def held_bytes(self) -> int:
         """Device memory that the part uses now, in bytes."""
-        ...
 
 
 class Engine(Protocol):

@@ -22,7 +22,6 @@ class DeviceOwner(Resident, Protocol):
 
     def take_peak_bytes(self) -> int | None:
         """Return the peak of device memory in bytes since the last call; None on devices that do not measure it."""
-        ...
 
 
 class DeviceSharing:

@@ -83,19 +83,15 @@ class Observer(Protocol):
     def phase(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return the context of a phase with `total` units of work. The context's value is a function that receives the
         number of units completed since its last call."""
-        ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """Receive the metrics of a complete train step."""
-        ...
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
         """Receive the results of a complete evaluation."""
-        ...
 
     def said(self, text: str) -> None:
         """Receive a message for the user."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

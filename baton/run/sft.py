@@ -44,11 +44,9 @@ class SftObserver(Protocol):
 
     def stepped(self, step: int, loss: float, tokens_per_s: float) -> None:
         """Receive the mean loss of the latest `LOSS_WINDOW` updates, after each update."""
-        ...
 
     def said(self, text: str) -> None:
         """Receive a message for the user."""
-        ...
 
 
 class WarmStartReport(msgspec.Struct, frozen=True):

@@ -48,7 +48,6 @@ class ReportCheck(Protocol):
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
         """Return a sentence that names the error of a report, or None if the report has no such error. lease: the lease
         as the hub granted it. grown: the lease's trajectory before the report."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

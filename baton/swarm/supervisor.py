@@ -11,24 +11,19 @@ class HubAccess(Protocol):
     @property
     def url(self) -> str:
         """URL of the hub."""
-        ...
 
     @property
     def certificate(self) -> str:
         """PEM text of the hub's certificate, which workers trust; empty without TLS."""
-        ...
 
     def token(self, name: str) -> str:
         """Create a token with this name for a worker that the run itself starts."""
-        ...
 
     def gone(self, name: str, cause: str) -> None:
         """End immediately all leases of the workers that use the token `name`, because these workers have ended."""
-        ...
 
     def weigh(self, name: str, weight: float) -> None:
         """Change the weight of the workers that use the token `name`."""
-        ...
 
 
 class WorkerSupervisor(Protocol):
@@ -36,16 +31,12 @@ class WorkerSupervisor(Protocol):
 
     def begin(self, hub: HubAccess) -> None:
         """Start the workers. Returns without waiting for them."""
-        ...
 
     def weight(self, name: str) -> float:
         """Return the `WorkerJoined.weight` of the workers that use the token `name`."""
-        ...
 
     def check_health(self) -> None:
         """Raise an error if a worker has failed and a restart cannot help. Called often, so it must not wait."""
-        ...
 
     def close(self) -> None:
         """End all workers. May be called twice."""
-        ...

@@ -44,15 +44,12 @@ class Pending(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the end of the step. Return whether the step has ended."""
-        ...
 
     def result(self) -> dict[str, float]:
         """Wait for the end of the step, and return its metrics by name. Raises the error that ended the step."""
-        ...
 
     def close(self) -> None:
         """Wait until the step no longer uses the trainer, even if the step has failed."""
-        ...
 
 
 class StepTrainer(Protocol):
@@ -61,16 +58,13 @@ class StepTrainer(Protocol):
     @property
     def version(self) -> PolicyVersion:
         """The version of the current weights. Its digest is empty until the weights are published or saved."""
-        ...
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         """Start one train step, which produces the next version. in_background: return while the step runs. If False,
         the step may be complete when this method returns. Raises the errors of the step."""
-        ...
 
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights for engines to load."""
-        ...
 
 
 class Trainer(StepTrainer, Protocol):
@@ -79,7 +73,6 @@ class Trainer(StepTrainer, Protocol):
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
         gradient is not finite. If the step has applied an earlier update, only `restore` may follow."""
-        ...
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         """Run one train step, in a new thread if `in_background`."""
@@ -87,15 +80,12 @@ class Trainer(StepTrainer, Protocol):
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads, with the state to resume from."""
-        ...
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint that `save` wrote. Raises UserError if it does not fit this trainer."""
-        ...
 
     def close(self) -> None:
         """Release processes and other resources of this trainer. Idempotent."""
-        ...
 
 
 class _EndedStep(Pending):

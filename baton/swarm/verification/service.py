@@ -37,11 +37,9 @@ class LogprobScorer(Protocol):
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""
-        ...
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
         """Return, for each claim, the scores of the tokens that were generated under the loaded version."""
-        ...
 
 
 class VerificationClient(Protocol):
@@ -51,15 +49,12 @@ class VerificationClient(Protocol):
 
     def release(self, key: Key) -> None:
         """Make a held trajectory available for training."""
-        ...
 
     def remake(self, key: Key) -> None:
         """Discard a held trajectory, so that it is generated again."""
-        ...
 
     def quarantined(self, record: policy.QuarantineRecord) -> None:
         """Exclude a quarantined worker from the run."""
-        ...
 
 
 class VerificationService:

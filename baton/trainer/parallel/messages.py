@@ -278,12 +278,9 @@ class Ranks(Protocol):
         failed rank in a collective. If a rank exits or does not answer in time, all ranks are ended. In this case,
         raises the error that another rank reported (`error_of`), or else RankLost, which names the rank.
         """
-        ...
 
     def bring(self, path: str) -> Path:
         """Return a local path of a file that rank 0 wrote. The caller removes the local file."""
-        ...
 
     def close(self) -> None:
         """End all ranks and wait until they have exited. Idempotent."""
-        ...
