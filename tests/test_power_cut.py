@@ -171,9 +171,10 @@ class Promises:
         self.made: list[tuple[int, str, Any]] = []
         write_groups, settle, save = loop.run.write_groups, loop.journal.settle, loop.save_checkpoint
 
-        def wrote(step: int, groups: Any) -> None:
-            write_groups(step, groups)
-            self.made.append((len(log), "batch", (step, list(groups))))
+        def wrote(step: int, groups: Any, source: Any = "batch") -> None:
+            write_groups(step, groups, source)
+            if source == "batch":
+                self.made.append((len(log), "batch", (step, list(groups))))
 
         def settled() -> None:
             settle()

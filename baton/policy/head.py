@@ -90,11 +90,6 @@ def use_float32_head(model: PreTrainedModel) -> None:
         )
 
 
-def has_float32_products(linear: torch.nn.Linear) -> bool:
-    """Return whether `use_float32_head` has changed this linear layer."""
-    return getattr(vars(linear).get("forward"), "func", None) is _float32_linear
-
-
 def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
@@ -301,7 +296,8 @@ class _HeadScores(torch.autograd.Function):
 
 def _product(head: Head) -> Callable[..., torch.Tensor]:
     """Return the function (hidden states, weight, bias) → the head's matrix product."""
-    return _float32_products if has_float32_products(head.linear) else linear
+    is_float32 = getattr(vars(head.linear).get("forward"), "func", None) is _float32_linear  # set by `use_float32_head`
+    return _float32_products if is_float32 else linear
 
 
 def _pieces(num_tokens: int, vocabulary: int, max_logits: int) -> list[slice]:

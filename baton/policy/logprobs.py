@@ -62,7 +62,8 @@ def padded_scores(
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted, kept), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
     # If the model has the argument `logits_to_keep`, it computes no logits before `first`.
-    keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
+    can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep: dict[str, Any] = {"logits_to_keep": num_kept} if can_keep else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
     if kept is not None:
         logits_BKV, targets_BK = kept_logits(logits_BKV, kept), places_in(kept, targets_BK)
@@ -189,7 +190,3 @@ def _compiled_function(function: Any) -> Any:
 
 def _blocks(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _can_keep(model: PreTrainedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -54,14 +54,8 @@ class PackedTokens:
     shapes: Shapes
 
     def to(self, device: torch.device) -> PackedTokens:
-        return PackedTokens(
-            sent(self.input_ids, device),
-            sent(self.positions, device),
-            sent(self.places, device),
-            sent(self.before, device),
-            sent(self.ends, device),
-            self.shapes,
-        )
+        tensors = self.input_ids, self.positions, self.places, self.before, self.ends
+        return PackedTokens(*(sent(tensor, device) for tensor in tensors), self.shapes)
 
 
 _packed: ContextVar[PackedTokens | None] = ContextVar("packed", default=None)

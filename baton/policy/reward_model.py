@@ -77,6 +77,30 @@ class RewardModel:
 def check_reward_model(path: str) -> tuple[Tokenizer, Any, int | None]:
     """Return the tokenizer, the configuration and the maximum context of a reward model. Download a model that the hub
     cache lacks. Raises UserError if the model is not a classifier with one label and a chat template."""
+    tokenizer, config, kind, positions = _opened(path)
+    if not kind.endswith("ForSequenceClassification"):
+        raise UserError(
+            f"{KEY}: got {path!r} with {kind}, allowed is a Hugging Face model for sequence classification; a "
+            "generative reward model needs a template"
+        )
+    if config.num_labels != 1:
+        raise UserError(f"{KEY}: got {path!r} with {config.num_labels} labels, but a reward model has 1 label")
+    _check_template(path, tokenizer, PROBE)
+    return tokenizer, config, positions
+
+
+def check_generative_model(path: str) -> int | None:
+    """Return the maximum context of a generative reward model, or None if unknown. Download a model that the hub cache
+    lacks. Raises UserError if the model is not a causal LM with a chat template."""
+    tokenizer, _, kind, positions = _opened(path)
+    if not kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise UserError(f"{KEY}: got {path!r} with {kind}, but a reward model with template is a generative model")
+    _check_template(path, tokenizer, PROBE[:1])
+    return positions
+
+
+def _opened(path: str) -> tuple[Tokenizer, Any, str, int | None]:
+    """Return the tokenizer, the configuration, the architecture and the maximum context of a model."""
     try:
         check_model_path(path)
         tokenizer = load_tokenizer(path)
@@ -87,40 +111,16 @@ def check_reward_model(path: str) -> tuple[Tokenizer, Any, int | None]:
         config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{KEY}: {path!r} has no usable configuration: {first_line(error)}") from error
-    kind = next(iter(config.architectures or ()), "no architecture")
-    if not kind.endswith("ForSequenceClassification"):
-        raise UserError(
-            f"{KEY}: got {path!r} with {kind}, allowed is a Hugging Face model for sequence classification; a "
-            "generative reward model needs a template"
-        )
-    if config.num_labels != 1:
-        raise UserError(f"{KEY}: got {path!r} with {config.num_labels} labels, but a reward model has 1 label")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = positions if isinstance(positions, int) and positions > 0 else None
+    return tokenizer, config, next(iter(config.architectures or ()), "no architecture"), longest
+
+
+def _check_template(path: str, tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
     try:
-        conversation_ids(tokenizer, PROBE)
+        conversation_ids(tokenizer, messages)
     except Exception as error:  # the chat template may raise anything
         raise UserError(f"{KEY}: the chat template of {path!r} fails: {first_line(error)}") from error
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return tokenizer, config, positions if isinstance(positions, int) and positions > 0 else None
-
-
-def check_generative_model(path: str) -> int | None:
-    """Return the maximum context of a generative reward model, or None if unknown. Download a model that the hub cache
-    lacks. Raises UserError if the model is not a causal LM with a chat template."""
-    try:
-        check_model_path(path)
-        tokenizer = load_tokenizer(path)
-        name, revision = split_revision(path)
-        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True, trust_remote_code=False)
-        conversation_ids(tokenizer, PROBE[:1])
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", KEY)) from error
-    except Exception as error:  # the chat template may raise anything
-        raise UserError(f"{KEY}: {path!r} cannot be used: {first_line(error)}") from error
-    kind = next(iter(config.architectures or ()), "no architecture")
-    if not kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        raise UserError(f"{KEY}: got {path!r} with {kind}, but a reward model with template is a generative model")
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:

@@ -29,23 +29,29 @@ from transformers.core_model_loading import revert_weight_conversion
 from baton.files import writing
 from baton.policy.digest import identity_digest
 from baton.policy.sharding import Box, Gather, box_of, local
-from baton.policy.tensors import identity, policy_tensors
+from baton.policy.tensors import dtype_name, identity, policy_tensors
 
 MAX_FILE_BYTES = 50 * 10**9
 """Largest size of a model file; a larger model has several files and an index, as transformers writes them."""
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+SAFETENSORS_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""dtype → its name in safetensors files."""
+_DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in SAFETENSORS_NAMES.items()}
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key of a file's metadata with the offset of each shard in its tensor, as torch.distributed.checkpoint writes it."""
 
@@ -308,7 +314,8 @@ class TensorFile:
         # Larger items first, so that each tensor is aligned; then by name, as in published versions.
         for name, (dtype, shape) in sorted(specs.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
             begin, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            short = SAFETENSORS_NAMES[dtype_name(dtype)]
+            header[name] = {"dtype": short, "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in specs}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 from pydantic import field_validator
@@ -55,18 +55,9 @@ class LogSettings(Settings):
         return self.wandb or ("baton" if "wandb" in self.loggers else None)
 
 
-class Sink(Protocol):
-    """A destination of metrics."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write metrics of one step. A step may have several calls, and a resumed run may write a step again."""
-
-    def close(self) -> None:
-        """Flush and close the destination."""
-
-
 class MetricsWriter:
-    """Writes the metrics of each step to every sink. A resumed run first removes the rows after its checkpoint."""
+    """Writes the metrics of each step to every sink. A resumed run first removes the rows of metrics.jsonl after its
+    checkpoint, and then writes further steps again."""
 
     def __init__(
         self,
@@ -81,7 +72,7 @@ class MetricsWriter:
         Biases is configured but cannot start."""
         self._directory, self._before_write = directory, before_write
         log = log or LogSettings()
-        self._sinks: list[Sink] = [JsonLines(directory, resume_step)]
+        self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(directory, resume_step)]
         if "tensorboard" in log.loggers:
             self._sinks.append(TensorBoard(directory, resume_step))
         if log.wandb_project is not None:

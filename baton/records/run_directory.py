@@ -184,10 +184,7 @@ class RunDirectory:
             raise Damaged(f"{file} is incomplete: it lacks seed, resumed or command")
         return found
 
-    def write_groups(self, step: int, groups: Sequence[Group]) -> None:
-        self._write_groups(step, groups, "batch")
-
-    def _write_groups(self, step: int, groups: Sequence[Group], source: Source) -> None:
+    def write_groups(self, step: int, groups: Sequence[Group], source: Source = "batch") -> None:
         self.check_held()
         lines = b"".join(msgspec.json.encode(group, enc_hook=plain) + b"\n" for group in groups)
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
@@ -230,7 +227,7 @@ class RunDirectory:
         """Write the evaluations of a step, with their groups. Earlier records of evaluations of this step and of later
         steps are removed."""
         for source, evaluated in groups.items():
-            self._write_groups(step, evaluated, source)
+            self.write_groups(step, evaluated, source)
         self.check_held()
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]

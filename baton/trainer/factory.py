@@ -26,10 +26,8 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank
     from the model's files. With adapters, the frozen weights of the model are stored in the dtype in which linear
     layers compute.
     """
-    settings, algorithm = (
-        TrainerSettings.model_validate(setup.trainer),
-        AlgorithmSettings.model_validate(setup.algorithm),
-    )
+    settings = TrainerSettings.model_validate(setup.trainer)
+    algorithm = AlgorithmSettings.model_validate(setup.algorithm)
     lora = None if setup.lora is None else LoraSettings.model_validate(setup.lora)
     if lora is not None and base_of_adapter(Path(setup.model_path)) is not None:
         raise UserError(

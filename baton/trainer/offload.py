@@ -82,7 +82,8 @@ class Offload:
             active.untyped_storage().resize_(0)
         self._hosts = {key: host for key, (_, host) in moved.items()}
         self.is_resting = True
-        self._empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next user of the device allocates blocks of other sizes
 
     @torch.no_grad()
     def wake_up(self) -> None:
@@ -121,11 +122,6 @@ class Offload:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _empty_cache(self) -> None:
-        """Release the memory that torch caches, because the next user of the device allocates blocks of other sizes."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,7 +76,7 @@ class Trainer(StepTrainer, Protocol):
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         """Run one train step, in a new thread if `in_background`."""
-        return _StepInThread(lambda: self.step(batch)) if in_background else _EndedStep(self.step(batch))
+        return _StartedStep(lambda: self.step(batch), in_background=in_background)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads, with the state to resume from."""
@@ -88,27 +88,17 @@ class Trainer(StepTrainer, Protocol):
         """Release processes and other resources of this trainer. Idempotent."""
 
 
-class _EndedStep(Pending):
-    def __init__(self, metrics: dict[str, float]) -> None:
-        self._metrics = metrics
+class _StartedStep(Pending):
+    """Runs a step, in the background in a thread that ends with the step, because a thread that has used torch keeps
+    its OpenMP threads alive."""
 
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def result(self) -> dict[str, float]:
-        return self._metrics
-
-    def close(self) -> None:
-        return
-
-
-class _StepInThread(Pending):
-    """Runs a step in a thread that ends with the step, because a thread that has used torch keeps its OpenMP threads
-    alive."""
-
-    def __init__(self, step: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, step: Callable[[], dict[str, float]], *, in_background: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "trainer")
-        self._future = self._executor.submit(step)
+        self._future: Future[dict[str, float]] = Future()
+        if in_background:
+            self._future = self._executor.submit(step)
+        else:
+            self._future.set_result(step())
 
     def wait(self, timeout_s: float) -> bool:
         return bool(wait([self._future], timeout_s).done)

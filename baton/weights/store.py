@@ -122,11 +122,6 @@ class Store:
             key=lambda version: (version.lineage, version.number),
         )
 
-    def latest(self, lineage: str) -> PolicyVersion | None:
-        """Return the version of a lineage with the highest number, including its digest; None if none is published."""
-        numbers = (version.number for version in reversed(self.versions()) if version.lineage == lineage)
-        return next((found.version for number in numbers if (found := self.find(lineage, number)) is not None), None)
-
     def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
         """Remove the files that no machine needs any more; return the number of removed files.
 

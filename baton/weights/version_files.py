@@ -15,7 +15,7 @@ import struct
 import tempfile
 import weakref
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -24,28 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from baton.errors import StorageFault, WeightsFault
+from baton.policy.stored_tensors import SAFETENSORS_NAMES
 from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
 from baton.weights.manifest import TensorEntry, check_version, name_of
-
-_NAMES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""dtype → its name in safetensors files."""
 
 
 class TensorsOfFile(dict[str, torch.Tensor]):
@@ -185,7 +167,7 @@ def _header(entries: tuple[TensorEntry, ...]) -> bytes:
     described, at = {}, 0
     for entry in entries:
         described[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
+            "dtype": SAFETENSORS_NAMES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (at, at + entry.num_bytes),
         }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import SPECIAL, Run, are_bit_equal, changed, policy, version_of, words
+from weights_cases import SPECIAL, Run, are_bit_equal, changed, latest, policy, version_of, words
 
 from baton.errors import WeightsFault
 from baton.policy.tensors import as_published, tensor_digest, weights_digest
@@ -260,7 +260,7 @@ def test_any_filesystem_will_do():
     run = Run("memory://bucket/of/a/run")
     run.chain(range(6))
     other = Store("memory://bucket/of/a/run")
-    assert other.latest("first") == run.version(5)
+    assert latest(other) == run.version(5)
     assert are_bit_equal(Fetcher([StoreSource(other)]).fetch(run.version(5), deadline_s=60), run.tensors[5])
     assert other.collect([run.version(5)], keep=1) > 0
     assert are_bit_equal(Fetcher([StoreSource(other)]).fetch(run.version(5), deadline_s=60), run.tensors[5])

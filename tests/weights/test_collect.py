@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import Run, are_bit_equal, changed
+from weights_cases import Run, are_bit_equal, changed, latest
 
 from baton.weights.fetcher import Fetcher
 from baton.weights.sources import ChunkCache, StoreSource
@@ -79,7 +79,7 @@ def test_files_of_others_and_chunks_of_a_publication_under_way_are_left_alone(tm
     later = Store(tmp_path)
     later.collect([], keep=1)
     assert not later.has(under_way.digest)
-    assert later.latest("first") == run.version(2)
+    assert latest(later) == run.version(2)
 
 
 def test_a_dead_lineage_goes_once_a_new_one_is_published_and_nobody_holds_it(tmp_path):
@@ -100,12 +100,12 @@ def test_a_damaged_marker_marks_nothing(tmp_path):
     path = tmp_path / "versions" / "first" / "000000002"
     path.write_bytes(path.read_bytes()[:-5])
     store = Store(tmp_path)
-    assert store.latest("first") == run.version(1)
+    assert latest(store) == run.version(1)
     store.collect([run.version(2)], keep=5)
     assert [v.number for v in store.versions()] == [0, 1]
     again = Run(tmp_path)
     again.publish(2, run.tensors[2])
-    assert store.latest("first") == run.version(2)
+    assert latest(store) == run.version(2)
 
 
 def test_a_thousand_publications_and_fetches_leave_files_memory_and_descriptors_bounded(tmp_path, monkeypatch):

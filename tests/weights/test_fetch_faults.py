@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from blake3 import blake3
-from weights_cases import Run, Twisted, are_bit_equal, changed, policy, replaced, version_of
+from weights_cases import Run, Twisted, are_bit_equal, changed, latest, policy, replaced, version_of
 
 from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
@@ -229,7 +229,7 @@ def test_a_disk_that_fills_up_within_a_version_is_one_error_and_leaves_no_file(r
     with pytest.raises(StorageFault, match=r"a version cannot be written to .*files.* \(No space left on device\)"):
         publisher.publish(tensors, version_of(tensors, 3))
     assert not list(files.directory.iterdir())
-    assert run.store.latest("first") == run.version(2)
+    assert latest(run.store) == run.version(2)
     monkeypatch.undo()
     publisher.publish(tensors, version_of(tensors, 3))
     assert are_bit_equal(files.read(version_of(tensors, 3)), tensors)
@@ -261,7 +261,7 @@ def test_full_shared_memory_is_an_error_and_publishing_goes_on_once_there_is_roo
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(StorageFault, match="No space"):
         publisher.publish(tensors, version_of(tensors, 3))
-    assert run.store.latest("first") == run.version(2)
+    assert latest(run.store) == run.version(2)
     monkeypatch.undo()
     publisher.publish(tensors, version_of(tensors, 3))
     assert are_bit_equal(shared.read(version_of(tensors, 3)), tensors)
@@ -302,7 +302,7 @@ def test_a_publisher_that_dies_at_any_write_leaves_the_old_version_and_a_new_one
         finally:
             monkeypatch.undo()
         store = Store(tmp_path / str(at))
-        assert store.latest("first") == run.version(0)
+        assert latest(store) == run.version(0)
         assert are_bit_equal(Fetcher([StoreSource(store)]).fetch(run.version(0), deadline_s=60), policy())
         # the next process: what the dead one left goes, and the same version can be published
         store.collect([], keep=1)

@@ -68,7 +68,7 @@ def test_a_store_that_does_not_answer_is_no_evidence_that_a_version_is_not_publi
     monkeypatch.setattr(places, "open_storage", lambda where: RemoteStorage(str(where), call_s=0.05))
     monkeypatch.setattr("baton.weights.store.open_storage", places.open_storage)
     store = Store(url)
-    for ask in (lambda: store.find("a", 1), lambda: store.latest("a"), lambda: store.collect([PolicyVersion("a", 1)])):
+    for ask in (lambda: store.find("a", 1), store.versions, lambda: store.collect([PolicyVersion("a", 1)])):
         with pytest.raises(WeightsFault, match="did not answer"):
             ask()
 

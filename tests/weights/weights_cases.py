@@ -125,3 +125,9 @@ def disk_full(*_: object) -> None:
 def replaced(data: bytes, **fields: object) -> bytes:
     """A manifest's bytes with other fields, unchecked."""
     return msgspec.msgpack.encode(msgspec.msgpack.decode(data) | fields)
+
+
+def latest(store: Store, lineage: str = "first") -> PolicyVersion | None:
+    """The readable version of a lineage with the highest number, including its digest."""
+    numbers = (version.number for version in reversed(store.versions()) if version.lineage == lineage)
+    return next((found.version for number in numbers if (found := store.find(lineage, number)) is not None), None)

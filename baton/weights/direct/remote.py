@@ -11,7 +11,7 @@ these calls, and rank 0 returns them to the control process, which makes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -44,21 +44,13 @@ class RemoteSource(Protocol):
         """Raise the ranks' error if the ranks have failed."""
 
 
-class RemoteTensors(Mapping[str, torch.Tensor]):
+class RemoteTensors(dict[str, torch.Tensor]):
     """A version whose tensors the ranks of a trainer hold: name → tensor on the meta device."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: tuple[int, ...]) -> None:
         """`bucket_bytes`: size of each bucket that the ranks send, in bytes."""
-        self._tensors, self.bucket_bytes = dict(tensors), bucket_bytes
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        super().__init__(tensors)
+        self.bucket_bytes = bucket_bytes
 
 
 def described(tensors: Mapping[str, tuple[str, tuple[int, ...]]], bucket_bytes: tuple[int, ...]) -> RemoteTensors:
