@@ -159,7 +159,7 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
     """Minimise `error` by coordinate descent. Each value is multiplied or divided by a factor. The factor is reduced
-    when no change of a value lowers the error. most: largest value of a key."""
+    when no change of a value lowers the error. `most`: largest value of a key."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

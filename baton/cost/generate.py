@@ -208,8 +208,8 @@ def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], c
     """Return the mean number of positions that a row of a fixed cache reads, plus the cost of the length classes per
     row.
 
-    The rows are divided into one to three classes so that the sum is minimal. length_N: ascending lengths that may end
-    a class. rows_N: number of rows up to each length.
+    The rows are divided into one to three classes so that the sum is minimal. `length_N`: ascending lengths that may
+    end a class. `rows_N`: number of rows up to each length.
     """
     last = len(length_N) - 1
     if math.isinf(class_cost):

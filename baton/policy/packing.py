@@ -130,7 +130,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
     When the backward pass recomputes a block, the current `PackedTokens` are no longer set: the forward pass has reset
-    them, and on CUDA the backward pass runs in another thread. The second context therefore sets them again.
+    them, and on CUDA the backward pass runs in another thread. The second context therefore sets the current
+    `PackedTokens` again.
     """
     return nullcontext(), _in_pass(_packed.get())
 

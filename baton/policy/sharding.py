@@ -28,9 +28,9 @@ Result = TypeVar("Result")
 class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
-    Blocks, embedding and head are gathered only while they compute. All other parameters stay gathered during the whole
-    call, so the function may call any part of the module. These include embedding and head if they share a weight.
-    FSDP's hooks are attached to this wrapper, so the module keeps its parameter names.
+    Blocks, embedding and head are gathered only while they compute; if embedding and head share a weight, this weight
+    stays gathered during the whole call. All other parameters stay gathered too, so the function may call any part of
+    the module. FSDP's hooks are attached to this wrapper, so the module keeps its parameter names.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:

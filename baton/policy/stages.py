@@ -85,7 +85,7 @@ def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return two lists of names of the base model's parts: those before its blocks, the embedding first, and those
+    """Return the names of the base model's parts before its blocks (the embedding first), and the names of the parts
     after its blocks. Raises UserError if the model cannot be cut into stages."""
     base, shape = cast(Any, model.base_model), model.config.get_text_config()
     names = list(getattr(shape, "base_model_pp_plan", None) or ())
@@ -132,7 +132,7 @@ class _Embedding(_Elsewhere):
         self._width, self._dtype = part.embedding_dim, part.weight.dtype
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the previous stage's output instead of embeddings; in a test run of this stage alone, placeholders."""
+        """Return the previous stage's output. In a test run of this stage alone, return placeholders."""
         if self._stage.arrived is not None:
             return self._stage.arrived.view(*hidden_states.shape, -1)
         return torch.nn.functional.one_hot(hidden_states % self._width, self._width).to(self._dtype)

@@ -35,8 +35,9 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable torch's deterministic algorithms on CUDA within the context. Use this for writes to distinct indices,
-    which are deterministic without them: each write then takes one kernel launch instead of about fifteen."""
+    """Disable torch's deterministic algorithms on CUDA within the context, for indexed writes to distinct indices. Such
+    writes are deterministic in any case; without these algorithms, each takes one kernel launch instead of about
+    fifteen."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return

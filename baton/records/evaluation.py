@@ -87,8 +87,8 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
 
 
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
-    """Return the share of true outcomes with its 95 % interval. outcomes: one sequence per prompt, with one element per
-    response.
+    """Return the share of true outcomes with its 95 % interval. `outcomes`: one sequence per prompt, with one element
+    per response.
 
     With one response per prompt, the interval is Wilson's score interval. Several responses to one prompt are not
     independent, so with several responses per prompt the interval comes from 2000 bootstrap draws with a fixed seed.

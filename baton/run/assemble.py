@@ -568,7 +568,7 @@ def evaluate_model(
 
     `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
     shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
-    recipe or the checkpoint is missing, and for several greedy samples, because they would be equal.
+    recipe or the checkpoint is missing, or if several greedy samples are requested, because these would be equal.
     """
     if not temperature and (samples or 1) > 1:
         raise UserError(

@@ -355,7 +355,8 @@ def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
 
 
 def _steps(recipe: Recipe) -> list[tuple[str, str, Any]]:
-    """Return changes as (section, key, value). The value None means that the change is not possible."""
+    """Return changes of the recipe that save memory, least costly first, as (section, key, value). The value None means
+    that the change is not possible."""
     trainer, engine, rollout = recipe.trainer, recipe.engine, recipe.rollout
     tokens = engine.max_context_tokens
     halves = [slots for divisor in (2, 4, 8) if (slots := engine.slots // divisor // 8 * 8)]

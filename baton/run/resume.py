@@ -206,8 +206,7 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
 
 
 def _recorded(run: RunDirectory) -> dict[str, Any]:
-    """Return the resolved recipe of a run. Keys that the version of Baton that wrote the recipe did not have get their
-    defaults."""
+    """Return the resolved recipe of a run. A key that did not exist when the recipe was written gets its default."""
     recorded = with_current_keys(run.recipe())
     try:
         return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]

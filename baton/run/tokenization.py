@@ -69,7 +69,7 @@ def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
             found.append(Message("user" if exchange.tool is None else "tool", exchange.observation))
     last, path = finished.trajectory, len(finished.paths) - 1
     if all((e.path, e.token_offset) != (path, last.num_tokens) for e in finished.episode.exchanges):
-        found.append(Message("assistant", tokenizer.text(last.turn_ids)))  # the last turn was not sent
+        found.append(Message("assistant", tokenizer.text(last.turn_ids)))  # a turn that was not sent to the environment
     return found
 
 

@@ -96,7 +96,7 @@ class AlgorithmSettings(Settings):
     length grows through the last part of rollout.max_new_tokens. This key is the fraction of rollout.max_new_tokens in
     this last part. 0 disables the penalty."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """Reward subtracted from a response of maximum length."""
+    """Amount by which the reward of a response of maximum length is reduced."""
     overlong_filter: bool = False
     """Exclude trajectories that reached the maximum length from the gradient. Their rewards still count in the
     statistics of their group (mean and standard deviation)."""

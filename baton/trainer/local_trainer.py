@@ -179,7 +179,7 @@ class LocalTrainer(Trainer):
         return peak_bytes(device) if device.type == "cuda" else None
 
     def peak_memory(self) -> dict[str, float]:
-        """Return the metrics of this process's peak memory, and of the microbatch on which it depends."""
+        """Return two metrics: this process's peak memory, and the number of tokens of its largest microbatch."""
         return {**peak_memory(), "perf/trainer_peak_tokens": float(self._peak_tokens)}
 
     def sleep(self) -> None:
@@ -293,8 +293,8 @@ class LocalTrainer(Trainer):
         return PublishedWeights(self._version, tensors)
 
     def stream(self, bucket_bytes: int) -> VersionStream:
-        """Return the current weights in buckets, for direct transfers from ranks. Raises UserError as `VersionStream`
-        does."""
+        """Return the current weights in buckets, for direct transfers from ranks. Raises UserError if tensors cannot be
+        sent one by one."""
         return VersionStream(self.model, self._publish_dtype, self._parallel.whole, bucket_bytes)
 
     def publish_to(self, path: Path) -> PolicyVersion:

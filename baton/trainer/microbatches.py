@@ -126,7 +126,7 @@ class PreparedMicroBatch:
     micro: MicroBatch
     fixed: FixedValues
     returns: torch.Tensor | None = None
-    """[B, K] targets of the critic: advantages before normalisation + values; None without a critic."""
+    """[B, K] targets of the critic: values plus advantages that are not normalised; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from baton.trainer.settings import TrainerSettings
 def even_tokens(model: PreTrainedModel) -> float:
     """Return the row length, in tokens, at which attention costs as much as the linear layers; inf if unknown.
 
-    Per token of a row of n tokens, the linear layers need one multiplication per parameter. Attention needs n × layers
-    × width: two multiplications (scores and values) for each of n/2 tokens on average.
+    For each token of a row of n tokens, the linear layers need one multiplication per parameter. Attention needs n ×
+    layers × width multiplications: two (for scores and values) per layer, element of the width, and earlier token, of
+    which there are n/2 on average.
     """
     shape = model.config.get_text_config()
     heads, layers = getattr(shape, "num_attention_heads", 0), getattr(shape, "num_hidden_layers", 0)
@@ -75,8 +76,9 @@ def fit_attention(
 def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
-    """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts, and raise
-    UserError if the policy or the reference then scores responses differently than as separate trajectories."""
+    """Return whether `trainer.share_prompts` is set. If so, select an attention that supports shared prompts. Raises
+    UserError if the policy or the reference scores responses to a shared prompt differently than separate
+    trajectories."""
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):

@@ -76,7 +76,8 @@ class TrainerSettings(Settings):
     """Number of pipeline stages, or a list with the number of layers of each stage, such as [10, 14, 6]. Must divide
     `ranks`; the ranks of a stage share its layers. The first stage has the embedding, the last one the head."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that split each matrix product, by the model's tensor-parallel plan. Must divide `ranks`."""
+    """Number of ranks that split each matrix product, by the plan of transformers for the model. Must divide
+    `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or with
     several stages the number of ranks per stage. With a smaller value, the ranks of a copy can share a fast network,

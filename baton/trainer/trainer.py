@@ -60,7 +60,7 @@ class StepTrainer(Protocol):
         """The version of the current weights. Its digest is empty until the weights are published or saved."""
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
-        """Start one train step, which produces the next version. in_background: return while the step runs. If False,
+        """Start one train step, which produces the next version. `in_background`: return while the step runs. If False,
         the step may be complete when this method returns. Raises the errors of the step."""
 
     def publish(self) -> PublishedWeights:

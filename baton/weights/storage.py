@@ -36,7 +36,8 @@ class ByteReader:
 
     size: int
     read: Callable[[int, int], bytes]
-    """Function (offset, limit) → at most `limit` bytes from the offset on. It may block, and raises OSError."""
+    """Function (offset, limit) → at most `limit` bytes from the offset on. The function may block, and raises
+    OSError."""
 
     @classmethod
     def of(cls, data: bytes) -> ByteReader:
@@ -128,8 +129,8 @@ class LocalStorage:
 class RemoteStorage:
     """Stores files in a bucket or on another machine's disk.
 
-    In an object store, readers see only complete files. On other file systems a reader may see part of a file, and
-    detects this by the file's digest. Every method raises WeightsFault, which names the URL, when a call times out
+    In an object store, readers see only complete files. On other file systems, a reader may see a part of a file, which
+    then does not match the file's digest. Every method raises WeightsFault, which names the URL, when a call times out
     (`call_s`).
     """
 

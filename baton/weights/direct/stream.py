@@ -78,7 +78,7 @@ def _piece_words(tensor: torch.Tensor) -> int:
 def patch_checksum(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the checksum of a tensor of `numel` elements that has `values` at `indices` (int64) and is NaN elsewhere.
 
-    It reads only the given elements: all other words are equal, and Σ (2i + 1) over all i < n is n².
+    Only the given elements are read: all other words are equal, and Σ (2i + 1) over all i < n is n².
     """
     nan = int(_words(torch.full((1,), math.nan, dtype=values.dtype)))
     all_nan = (nan * numel**2 * _ODD + 2**63) % 2**64 - 2**63
@@ -103,7 +103,7 @@ class Bucket:
 
 
 def whole_bucket(tensors: Mapping[str, torch.Tensor], place: Mapping[str, Any]) -> Bucket:
-    """Return a bucket of whole tensors. place: index, count, version and base, as in a description."""
+    """Return a bucket of whole tensors. `place`: index, count, version and base, as in a description."""
     info = {
         "names": list(tensors),
         "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],

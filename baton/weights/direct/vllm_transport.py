@@ -20,7 +20,7 @@ class VllmTransport:
     """Builds communicators of vLLM's own transfer engines. Not tested, because the communicators need GPUs."""
 
     def __init__(self, direct: DirectTransfer, host: str) -> None:
-        """host: address at which replicas reach this machine."""
+        """`host`: address at which replicas reach this machine."""
         self._direct, self._host = direct, host
 
     def connect(self, link: ReplicaLink, name: str, rules: DirectRules) -> Communicator:
