@@ -53,7 +53,6 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     tp: int
     pp: int
     layers: tuple[int, ...]
-    """Layers of each pipeline stage."""
     batch: int
     tokens_per_s: float
     pause_s: float

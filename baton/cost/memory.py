@@ -98,7 +98,6 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes: int = 2
     """Bytes of a value in linear layers: 2 if autocast (one process) or FSDP (several ranks) casts to bfloat16."""
     recomputes: bool = True
-    """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False
     """Whether gradients are reduced only once per update, so that each rank holds the gradients of all parameters until
     then."""
@@ -109,7 +108,6 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     moments_bytes: float = MOMENTS_BYTES
     """Bytes of AdamW's two moments per trained parameter."""
     has_critic: bool = False
-    """Whether a separate critic is trained."""
     reference_bytes: float = 0.0
     """Bytes per weight of the frozen reference model; 0 without a reference model."""
     on_cpu: bool = False

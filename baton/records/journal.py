@@ -103,7 +103,6 @@ _TYPES: dict[str, Any] = {
 """Type of the content of an entry by its kind."""
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain)
 _GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_step")]
-"""Kinds of entries that belong to a group."""
 _OF_AN_EPISODE = ("episode", "path", "turn")
 """Kinds of entries that belong to an open multi-turn episode."""
 _ORDER = {"segments": 1, "finished": 2}

@@ -1,21 +1,5 @@
-"""The directory of a run, with its recipe, environment, results and the state from which it resumes.
-
-runs/<name>/
-  recipe.toml         the resolved recipe with every key, defaults included
-  run.json            commit, versions, seed, hardware, command line
-  metrics.jsonl       one row per step; tensorboard/ holds the same
-  trace.jsonl         spans of leases, train steps and publications (see records/trace.py)
-  predictions.json    what a plan or a simulation predicted for the run
-  evaluations.jsonl   results of evaluations with their intervals
-  journal.sqlite      rollouts that no checkpoint contains yet
-  trajectories/       step_000012.jsonl.gz: each group of the step with its prompt and rewards;
-                      evaluation_000020.jsonl.gz, greedy_000020.jsonl.gz: the groups of an evaluation;
-                      skipped_000012.1.jsonl.gz: a batch that --skip-batch removed
-  checkpoints/        step_000050/: a Hugging Face directory, with the state for a resume in baton/
-  tokenizer/          decodes the recorded trajectories
-  report.json         the final summary
-  lock, holder.json   the process that may write to the directory
-"""
+"""The directory of a run, with its recipe, environment, results and the state from which it resumes. docs/runs.md lists
+the files."""
 
 from __future__ import annotations
 

@@ -243,29 +243,98 @@ def build_loop(
     Raises UserError for mistakes that can be detected before the first step. After this error, the run's directory is
     unchanged.
     """
+    lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
+    stop = stop or StopRequest()
+    with ExitStack() as undo:
+        undo.callback(lock.release)
+        for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
+            observer.said(note)
+        if recipe.fleet.ray and supervisor is None and replicas is None:
+            raise UserError("fleet.ray: got true, but `baton train --ray` sets this key; remove it")
+        if recipe.swarm.is_on:
+            check_swarm(recipe, supervisor)
+        threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe), deterministic=recipe.deterministic)
+        tokenizer = load_tokenizer(recipe.model.path)
+        if recipe.checkpoint.background and start_ranks is not None:
+            raise UserError(
+                "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
+                "this machine's memory; with --ray, set it to false"
+            )
+        is_here = supervisor is None and start_ranks is None and replicas is None
+        config, _ = check_room(recipe, is_here=is_here)
+        if parts := experimental_parts(choices_with(recipe, config)):
+            observer.said(f"experimental: {'; '.join(parts)}")
+        encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
+        mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
+        undo.callback(mixture.close)
+        mixture.stop_draws(stop.check)
+        rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
+        judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, reward_places)
+        held_out = _prompts(recipe, mixture, encoder, observer)
+        place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
+        predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))
+        episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
+        if episodes is not None:
+            undo.callback(episodes.close)
+        publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
+        trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
+        if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
+            assert isinstance(trainer, LocalTrainer | RankedTrainer)
+            trainer.sleep()
+        trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
+        trace.mark(BEGIN, step=place.state.step)
+        run, port, metrics, journal = _open(
+            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas
+        )
+        stream = PromptStream(mixture, recipe.run.seed, place.state.position)
+        scorer = ResponseScorer(judge, tokenizer, trace)
+        rollout, controller = _rollout_side(
+            recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes
+        )
+        loop = Loop(
+            run=run,
+            lock=lock,
+            stream=stream,
+            judge=judge,
+            port=port,
+            episodes=episodes,
+            evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
+            controller=controller,
+            journal=journal,
+            trainer=trainer,
+            predictions=predictions,
+            save_checkpoint=checkpoint_writer(recipe, run, trainer),
+            metrics=metrics,
+            observer=observer,
+            rollout=recipe.rollout,
+            eval=recipe.eval,
+            checkpoint=recipe.checkpoint,
+            num_steps=recipe.run.steps,
+            publish_every=recipe.swarm.publish_every,
+            state=place.state,
+            last_checkpoint=place.checkpoint,
+            stop=stop,
+            peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
+            turns=_turns(recipe, supervisor or port, trainer),
+            trace=trace,
+        )
+        undo.pop_all()
+    return loop
+
+
+def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool) -> tuple[RunLock, Recipe]:
+    """Lock the run's directory. Return the lock, and the recipe with revisions and dtypes."""
     path = recipe.run.path
     if not resume:
         RunDirectory.check_free(path, overwrite=overwrite)
     lock = RunLock.take(path, observer.said)
     try:
-        if not resume or not (path / "run.json").exists():
-            # checked again, because another process may have used the directory in the meantime
-            RunDirectory.check_free(path, overwrite=overwrite)
-            recipe = with_dtypes(with_revisions(recipe))
-        else:
+        if resume and (path / "run.json").exists():
             recorded = with_current_keys(RunDirectory.open(path).recipe())
-            recipe = with_dtypes(with_revisions(recipe, recorded), recorded)
-        return _build_loop(
-            recipe,
-            observer,
-            lock,
-            resume=resume,
-            stop=stop or StopRequest(),
-            supervisor=supervisor,
-            start_ranks=start_ranks,
-            reward_places=reward_places,
-            replicas=replicas,
-        )
+            return lock, with_dtypes(with_revisions(recipe, recorded), recorded)
+        # checked again, because another process may have used the directory in the meantime
+        RunDirectory.check_free(path, overwrite=overwrite)
+        return lock, with_dtypes(with_revisions(recipe))
     except BaseException:
         lock.release()
         raise
@@ -309,93 +378,6 @@ def _memory_errors(recipe: Recipe | TaskRecipe) -> Iterator[None]:
             f"the device is out of memory: {first_line(error)}; lower {advice}, use a smaller model or [lora], or set "
             "trainer.activation_checkpointing = true; a run with a checkpoint continues with --resume"
         ) from error
-
-
-def _build_loop(
-    recipe: Recipe,
-    observer: Observer,
-    lock: RunLock,
-    *,
-    resume: bool,
-    stop: StopRequest,
-    supervisor: WorkerSupervisor | None,
-    start_ranks: StartRanks | None,
-    reward_places: RewardPlaces,
-    replicas: RemoteReplicas | None,
-) -> Loop:
-    for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
-        observer.said(note)
-    if recipe.fleet.ray and supervisor is None and replicas is None:
-        raise UserError("fleet.ray: got true, but `baton train --ray` sets this key; remove it")
-    if recipe.swarm.is_on:
-        check_swarm(recipe, supervisor)
-    threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe), deterministic=recipe.deterministic)
-    tokenizer = load_tokenizer(recipe.model.path)
-    if recipe.checkpoint.background and start_ranks is not None:
-        raise UserError(
-            "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
-            "this machine's memory; with --ray, set it to false"
-        )
-    is_here = supervisor is None and start_ranks is None and replicas is None
-    config, _ = check_room(recipe, is_here=is_here)
-    if parts := experimental_parts(choices_with(recipe, config)):
-        observer.said(f"experimental: {'; '.join(parts)}")
-    encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
-    with ExitStack() as undo:
-        undo.callback(mixture.close)
-        mixture.stop_draws(stop.check)
-        rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
-        judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, reward_places)
-        held_out = _prompts(recipe, mixture, encoder, observer)
-        place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
-        predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))
-        episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
-        if episodes is not None:
-            undo.callback(episodes.close)
-        publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
-        trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
-        if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
-            assert isinstance(trainer, LocalTrainer | RankedTrainer)
-            trainer.sleep()
-        trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
-        trace.mark(BEGIN, step=place.state.step)
-        run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas
-        )
-        undo.pop_all()
-    stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-    scorer = ResponseScorer(judge, tokenizer, trace)
-    rollout, controller = _rollout_side(
-        recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes
-    )
-    return Loop(
-        run=run,
-        lock=lock,
-        stream=stream,
-        judge=judge,
-        port=port,
-        episodes=episodes,
-        evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
-        controller=controller,
-        journal=journal,
-        trainer=trainer,
-        predictions=predictions,
-        save_checkpoint=checkpoint_writer(recipe, run, trainer),
-        metrics=metrics,
-        observer=observer,
-        rollout=recipe.rollout,
-        eval=recipe.eval,
-        checkpoint=recipe.checkpoint,
-        num_steps=recipe.run.steps,
-        publish_every=recipe.swarm.publish_every,
-        state=place.state,
-        last_checkpoint=place.checkpoint,
-        stop=stop,
-        peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
-        turns=_turns(recipe, supervisor or port, trainer),
-        trace=trace,
-    )
 
 
 def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:

@@ -168,7 +168,6 @@ class Loop:
     peak_memory: Callable[[], dict[str, float]] = dict
     """Function that returns this process's peak memory as a metric."""
     has_failed: bool = False
-    """True if `train` has raised."""
     clock: StageTimer = field(init=False)
     steps: TrainSteps = field(init=False)
     saved_step: int = field(init=False)

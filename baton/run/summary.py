@@ -58,11 +58,9 @@ class RunReport(msgspec.Struct, frozen=True):
     train_time_s: float
     """Total time of the train steps, without evaluations."""
     eval_time_s: float
-    """Total time of the evaluations."""
     predicted_by: str = ""
     """Source of the predictions; empty if the run has none."""
     predictions: tuple[Comparison, ...] = ()
-    """Each predicted term, with its measured value."""
     warnings: tuple[str, ...] = ()
     """Warnings about responses without a reward, steps in which the rewards of each group were equal, and unreadable
     predictions."""

@@ -50,7 +50,6 @@ class TrainedStep:
     counts: StepCounts | None
     """Values that the scheduler has counted since the previous batch; None for a recorded batch."""
     metrics: dict[str, float]
-    """The trainer's metrics."""
 
 
 @dataclass(slots=True)

@@ -230,7 +230,6 @@ class Preset:
     paper: str
     """arXiv id."""
     idea: str
-    """Summary in one sentence."""
     updates: str
     """Number of optimiser updates per batch in the paper."""
     sets: Mapping[str, Any] = field(default_factory=dict)

@@ -3,18 +3,8 @@
 The objective's ratio is π_θ / π_anchor. A correction chooses the anchor policy and computes a weight for each token.
 The weight has no gradient and multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv
 2110.00641), the clip bounds the change within this train step. The weight then corrects the difference between behavior
-and proximal policy, which results from older policy versions and the engine's rounding. With x_t = log π_proximal − log
-π_behavior at trained tokens:
-
-| name            | anchor    | weight                                                                                |
-|-----------------|-----------|---------------------------------------------------------------------------------------|
-| `none`          | proximal  | 1                                                                                     |
-| `bypass`        | behavior  | 1: the clip bounds the whole ratio                                                    |
-| `token_tis`     | proximal  | min(exp x_t, cap)                                                                     |
-| `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), equal for all tokens of the episode                            |
-| `icepop`        | proximal  | exp x_t if it is within [floor, cap], else 0                                          |
-| `opsm`          | proximal  | 0 for an episode of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1       |
-| `second_moment` | proximal  | exp x_t; 0 at the tokens of largest x²: the mean x² of the others is within the limit |
+and proximal policy, which results from older policy versions and the engine's rounding. x_t = log π_proximal − log
+π_behavior is the log weight of a trained token t.
 
 A token of weight 0 still counts in the divisor of the loss (`losses.py`). A token that is not trained does not count.
 To add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
@@ -58,7 +48,7 @@ def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy. All weights are 1: the ratio already is π_θ / π_behavior."""
+    """Use the behavior policy as anchor (PPO's old policy): the clip bounds the whole ratio, and all weights are 1."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -97,7 +87,8 @@ def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """M2PO's mask (arXiv 2510.01161): the importance weight, or 0 at the tokens of largest squared log weight."""
+    """M2PO's mask (arXiv 2510.01161): weight exp x_t, or 0 at the tokens of largest x_t², so that the mean x_t² of the
+    other tokens is at most `algorithm.second_moment_limit`."""
     is_dropped = _behavior_to_proximal(inputs).square() > shape.cutoff
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, weights(inputs)), is_dropped)
 

@@ -47,7 +47,6 @@ class VersionStream:
             sizes[-1] += size
             pieces += count
         self.bucket_bytes = tuple(sizes)
-        """Bytes of each bucket."""
 
     def gather(self, index: int, *, is_first: bool) -> dict[str, torch.Tensor]:
         """Gather the current tensors of a bucket. Only the first rank gets them. Collective: all ranks must call it."""

@@ -152,9 +152,8 @@ def measure(case: Case) -> Peaks:
     group = SingleRank()
     if case.ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-        group = RankGroup(
-            device, dtype=dtype, stages=1, tensor_parallel=1, shard_size=case.ranks, reduces_each=case.shard_gradients
-        )
+        values = {"ranks": case.ranks, "dtype": case.dtype, "shard_gradients": case.shard_gradients}
+        group = RankGroup(device, TrainerSettings.model_validate(values))
     live = LiveStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), resizes(live):
         held = dtype if case.lora else torch.float32  # a frozen base has the dtype in which it computes

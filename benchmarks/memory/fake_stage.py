@@ -57,7 +57,8 @@ def measure(case: Case) -> int:
     device, dtype, is_last = torch.device("cpu"), torch.bfloat16, case.stage == case.stages - 1
     rank = case.stage * case.ranks // case.stages
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.ranks)
-    group = RankGroup(device, dtype=dtype, stages=case.stages, tensor_parallel=1, shard_size=None, reduces_each=True)
+    settings = TrainerSettings(ranks=case.ranks, dtype="bfloat16", stages=case.stages, shard_gradients=True)
+    group = RankGroup(device, settings)
     live = LiveStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), resizes(live):
         config = config_of(case.model)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from baton.policy.load import torch_dtype
 from baton.policy.sharding import Sharded, local, whole
 from baton.policy.stages import StageModel
 from baton.policy.stored_tensors import StoredTensors, fill_model
@@ -31,6 +32,7 @@ from baton.trainer.advantages import FloatArray
 from baton.trainer.parallel.balance import ALONE, BatchShare
 from baton.trainer.parallel.pipeline import Pipeline, transfer
 from baton.trainer.parallel.schedule import stage_layers
+from baton.trainer.settings import TrainerSettings
 
 Result = TypeVar("Result")
 
@@ -104,32 +106,21 @@ class SingleRank:
 class RankGroup(SingleRank):
     """The ranks of torch's process group; models are sharded over them."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        dtype: torch.dtype,
-        stages: int | Sequence[int],
-        tensor_parallel: int,
-        shard_size: int | None,
-        reduces_each: bool,
-        speeds: tuple[float, ...] = (),
-    ) -> None:
+    def __init__(self, device: torch.device, settings: TrainerSettings) -> None:
         """Create the device mesh over torch's process group.
 
-        `stages`: number of pipeline stages, or the number of layers of each stage. A stage consists of consecutive
-        ranks, which form a two-dimensional mesh. In one dimension, `tensor_parallel` consecutive ranks split the matrix
-        products of the same rows. In the other dimension, FSDP shards parameters. `shard_size` consecutive ranks share
-        one copy of the stage's parameters; by default, all ranks of the stage share one copy. A smaller `shard_size`
-        requires that `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered.
-        `reduces_each`: reduce gradients after each microbatch. `speeds`: `BatchShare.speeds`.
+        A pipeline stage consists of consecutive ranks, which form a two-dimensional mesh. In one dimension,
+        `trainer.tensor_parallel` consecutive ranks split the matrix products of the same rows. In the other dimension,
+        FSDP shards parameters. `trainer.shard_size` consecutive ranks share one copy of the stage's parameters; by
+        default, all ranks of the stage share one copy.
         """
+        dtype, tensor_parallel = torch_dtype(settings.dtype, device), settings.tensor_parallel
+        shard_size, num_stages = settings.shard_size, settings.num_stages
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.rank = dist.get_rank()
         self.is_first = self.rank == 0
         self._device = device
-        self._stages = stages
-        num_stages = stages if isinstance(stages, int) else len(stages)
+        self._stages = settings.stages
         self._ranks_per_stage = self.num_ranks // num_stages
         stage, place = divmod(self.rank, self._ranks_per_stage)
         self.first_of_stage = self.rank - place
@@ -147,8 +138,8 @@ class RankGroup(SingleRank):
             self._shards = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "copies", "shards"))[
                 "copies", "shards"
             ]
-        self.share = BatchShare(self._data.get_local_rank(), num_data, speeds=speeds)
-        self._reduces_each = reduces_each
+        self.share = BatchShare(self._data.get_local_rank(), num_data, speeds=settings.speeds)
+        self._reduces_each = settings.shard_gradients
         self._sharded: dict[int, Sharded] = {}
         self._cut: dict[int, StageModel] = {}
         self._left_apart: list[torch.nn.Parameter] = []
@@ -195,7 +186,7 @@ class RankGroup(SingleRank):
             cut.arrived = None
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Reduce gradients in the last pass of an update; with `reduces_each`, in every pass."""
+        """Reduce gradients in the last pass of an update; with `trainer.shard_gradients`, in every pass."""
         for sharded in self._sharded.values():
             sharded.sync_gradients(is_last or self._reduces_each)
 

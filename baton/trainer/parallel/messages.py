@@ -127,7 +127,6 @@ class SendBucket(msgspec.Struct, frozen=True, tag="SendBucket"):
     """Request to gather a bucket of the current weights. Rank 0 starts to send it to an engine."""
 
     name: str
-    """Name of the communicator."""
     index: int
     place: dict[str, Any]
     """Index, number of buckets and version, for the engine's checks."""

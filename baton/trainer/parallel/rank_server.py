@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import BatonError, fault_of, first_line
-from baton.policy.load import torch_device, torch_dtype
+from baton.policy.load import torch_device
 from baton.policy.tensors import dtype_name
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
@@ -85,16 +85,7 @@ class RankServer:
             case messages.RankSetup():
                 device, setup = self._meet(message), message.trainer
                 set_up_threads(self._place.threads, deterministic=setup.deterministic)
-                settings = TrainerSettings.model_validate(setup.trainer)
-                parallel = RankGroup(
-                    device,
-                    dtype=torch_dtype(settings.dtype, device),
-                    stages=settings.stages,
-                    tensor_parallel=settings.tensor_parallel,
-                    shard_size=settings.shard_size,
-                    reduces_each=settings.shard_gradients,
-                    speeds=settings.speeds,
-                )
+                parallel = RankGroup(device, TrainerSettings.model_validate(setup.trainer))
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return messages.Ready(self._trainer.version)
             case messages.TrainStep(batch=batch):

@@ -46,7 +46,6 @@ class VllmTransport:
 
 
 NOTHING: Final = Bucket((), {"names": []})
-"""A bucket without tensors."""
 
 
 class VersionSource:
