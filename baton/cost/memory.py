@@ -252,10 +252,14 @@ def rank_phases(
     # gathered tables are freed before their gradients are copied to float32
     alone = (1 - is_sharded) * (waiting + 4 * head * first)
     of_tables = trains_all * (tied * 4 * tables + apart * first * (4 + wide + 4 / shards) * head + alone)
+    # in the head's backward pass, saved tensors of the blocks refer to copies of weights, unless blocks are recomputed
+    between = () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
+    # the activations of the last norm are freed before the blocks' backward pass
+    block_activations = Term(kept.name, 0.0, kept.per_layer)
     found = [
         Phase("forward pass", (*state, kept, gathered, of_forward, copies, pieces, *masks)),
-        Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *_between(copies, how), *masks)),
-        Phase("backward pass of a block", (*state, _until_blocks(kept), gathered, Term("one block", blocks))),
+        Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *between, *masks)),
+        Phase("backward pass of a block", (*state, block_activations, gathered, Term("one block", blocks))),
         Phase(
             "backward pass of the embedding", (*state, later, gathered, Term("gradient of the embedding", of_tables))
         ),
@@ -268,18 +272,6 @@ def rank_phases(
         copy = Term(PUBLISHED_COPY, how.published_bytes * at_once, how.published_bytes * trained)
         found.append(Phase("publication", (*state, copy)))
     return tuple(found)
-
-
-def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
-    """Return the copies of weights that still exist in the head's backward pass. Without recomputation, these are the
-    copies of block weights, to which saved tensors refer. With recomputation, there are none."""
-    return () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
-
-
-def _until_blocks(kept: Term) -> Term:
-    """Return the blocks' kept activations. The activations of the last norm are freed before the blocks' backward
-    pass."""
-    return Term(kept.name, 0.0, kept.per_layer)
 
 
 def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple[Term, ...]:

@@ -94,7 +94,7 @@ class StoredTensors:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
         """Return an object that reads tensors in memory."""
-        return cls({name: [(_all_of(name, t.shape), partial(_itself, t))] for name, t in tensors.items()})
+        return cls({name: [(_all_of(name, t.shape), partial(lambda t: t, t))] for name, t in tensors.items()})
 
     @classmethod
     def in_files(cls, paths: Iterable[Path]) -> StoredTensors:
@@ -178,10 +178,6 @@ def _opener() -> Callable[[Path], Any]:
 
 def _slices(opened: Callable[[Path], Any], path: Path, name: str) -> Any:
     return opened(path).get_slice(name)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _all_of(name: str, shape: Sequence[int]) -> StoredPiece:

@@ -193,6 +193,10 @@ class _Files:
     versions: Path
     """Directory for the files of the last versions. It is removed when this process exits."""
 
+    @property
+    def skeleton(self) -> Path:
+        return self.scratch / "model"
+
     def token(self, name: str) -> str:
         own = TokenFile(self.scratch / "tokens.json")
         return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
@@ -251,7 +255,7 @@ class _ServedModel:
 
 def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: Store) -> _ServedModel:
     model = load_empty(recipe.model.path, dtype=torch.float32, head_dtype=recipe.model.head_dtype)
-    directory, base = _skeleton(files), None
+    directory, base = files.skeleton, None
     directory.mkdir()
     save_skeleton(model, tokenizer, directory)
     if recipe.lora is not None:
@@ -268,10 +272,6 @@ def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: St
         num_experts=min((router.num_experts for router in routers.values()), default=0),
     )
     return _ServedModel(pack_model(directory), base, limits)
-
-
-def _skeleton(files: _Files) -> Path:
-    return files.scratch / "model"
 
 
 def _welcome(recipe: Recipe, model: _ServedModel) -> Welcome:
@@ -334,5 +334,5 @@ def _scorer(recipe: Recipe, files: _Files) -> LogprobScorer:
             recipe.model.path, dtype=dtype, device=device, attention=attention, head_dtype=recipe.model.head_dtype
         )
     else:
-        model = load_skeleton(_skeleton(files), dtype=dtype, device=device, attention=attention)
+        model = load_skeleton(files.skeleton, dtype=dtype, device=device, attention=attention)
     return Rescorer(model)

@@ -102,7 +102,10 @@ def rank_phases_of(
         recipe.algorithm,
         recipe.lora,
         value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
-        published_bytes=0.0 if _publishes_files(recipe) else _published_bytes(recipe, on_cpu=on_cpu),
+        # for engines in other processes, each version is written to a file tensor by tensor
+        published_bytes=0.0
+        if recipe.swarm.is_on or recipe.engine.processes
+        else _published_bytes(recipe, on_cpu=on_cpu),
         longest_tokens=recipe.engine.max_context_tokens,
         batch_tokens=_batch_tokens(recipe),
         on_cpu=on_cpu,
@@ -119,11 +122,6 @@ def rank_phases_of(
 def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
     published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
     return value_bytes(published, on_cpu=on_cpu)
-
-
-def _publishes_files(recipe: Recipe) -> bool:
-    """Return whether the trainer writes each version to a file, tensor by tensor, for engines in other processes."""
-    return recipe.swarm.is_on or recipe.engine.processes > 0
 
 
 def stages_of(

@@ -129,11 +129,6 @@ class Passes:
     """True if rows may share their prompt (`trainer.share_prompts`)."""
     parallel: SingleRank = field(default_factory=SingleRank)
 
-    @property
-    def is_shared(self) -> bool:
-        """Return whether the critic is a head on the policy."""
-        return self.critic is not None and self.critic.trunk is None
-
     def hidden_shape(self, inputs: ModelInputs) -> tuple[int, ...]:
         """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass; empty
         with a single stage."""
@@ -171,7 +166,8 @@ class Passes:
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
         if packed is None:
-            wants["with_hidden"] = self.is_shared and model is self.model
+            is_shared = self.critic is not None and self.critic.trunk is None
+            wants["with_hidden"] = is_shared and model is self.model
 
         def compute(whole: PreTrainedModel) -> TokenScores | torch.Tensor:
             if not self.parallel.pipeline.is_last:
@@ -214,7 +210,9 @@ class Passes:
             with without_adapters(self.reference):
                 scores = self.scores(inputs, self.reference, is_update=False)
                 reference = None if scores is None else scores.logprobs
-        given = self._given_routing(inputs)
+        given = None
+        if self.replay is not None and self.settings.moe_replay == "engine":
+            given = self.replay.from_engine(*inputs.reported_experts(), self.model.device)
         # With `bypass` the anchor is the behavior policy.
         is_anchor = algorithm.correction != "bypass" or self.settings.moe_replay == "proximal"
         wants_proximal = (
@@ -235,12 +233,6 @@ class Passes:
 
     def _recorded(self) -> AbstractContextManager[Routing]:
         return nullcontext({}) if self.replay is None else self.replay.recorded()
-
-    def _given_routing(self, inputs: ModelInputs) -> Routing | None:
-        """Return the experts that the engine reported if `moe_replay` is "engine", otherwise None."""
-        if self.replay is None or self.settings.moe_replay != "engine":
-            return None
-        return self.replay.from_engine(*inputs.reported_experts(), self.model.device)
 
 
 def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:

@@ -43,6 +43,7 @@ from baton.trainer.checkpoint import (
     write_state,
     write_weights,
 )
+from baton.trainer.critic import Critic
 from baton.trainer.forward import Passes
 from baton.trainer.memory import logits_on_gpu
 from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut, prepare
@@ -51,10 +52,9 @@ from baton.trainer.model_setup import (
     even_tokens,
     fit_attention,
     fit_sharing,
-    make_critic,
     trade_time_and_memory,
 )
-from baton.trainer.offload import offload_of
+from baton.trainer.offload import Offload
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
@@ -114,7 +114,7 @@ class LocalTrainer(Trainer):
             assert is_exact, f"master weights must be float32, but {name} is {parameter.dtype}"
         self.model = model
         model.eval()  # type: ignore[no-untyped-call]
-        critic = make_critic(model, algorithm)
+        critic = Critic(model, is_separate=algorithm.critic == "separate") if algorithm.advantage == "gae" else None
         if lora is not None:
             add_adapters(model, lora, seed)
         trade_time_and_memory(model, settings)
@@ -149,7 +149,8 @@ class LocalTrainer(Trainer):
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel
         )
         self.learners = make_learners(model, critic, settings, algorithm)
-        self._offload = offload_of(self.passes, self.learners)
+        optimizers = [learner.optimizer for learner in self.learners]
+        self._offload = Offload(model.device, (model, reference, critic), optimizers)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
         """Number of updates that a diverged train step applied before it failed. If above 0, the weights belong to no

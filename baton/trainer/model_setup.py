@@ -21,7 +21,6 @@ from baton.policy.logprobs import (
 )
 from baton.policy.packing import prefer_packed_attention
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.critic import Critic
 from baton.trainer.parallel.group import SingleRank
 from baton.trainer.settings import TrainerSettings
 
@@ -93,11 +92,6 @@ def fit_sharing(
                 "responses to a shared prompt like separate trajectories; allowed is false"
             )
     return True
-
-
-def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
-    """Return the critic of the algorithm; None if its advantage estimator is not `gae`."""
-    return Critic(model, is_separate=algorithm.critic == "separate") if algorithm.advantage == "gae" else None
 
 
 def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:

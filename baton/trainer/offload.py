@@ -20,13 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from baton.policy.memory import held_bytes, release_free_memory
-from baton.trainer.forward import Passes
-from baton.trainer.update import Learner
-
-
-def offload_of(passes: Passes, learners: Sequence[Learner]) -> Offload:
-    models = (passes.model, passes.reference, passes.critic)
-    return Offload(passes.model.device, models, [learner.optimizer for learner in learners])
 
 
 class Offload:

@@ -11,8 +11,6 @@ from baton.errors import UserError
 from baton.policy.settings import DTypeChoice, DTypeName
 from baton.settings import Settings
 
-PublishDtype = DTypeChoice
-
 
 class WeightsSettings(Settings):
     """[weights] Publication of policy versions."""
@@ -23,7 +21,7 @@ class WeightsSettings(Settings):
     starts. On a CPU, `direct` uses gloo. On GPUs, it uses vLLM's own transfer engines, which has never run. `sparse`:
     like `direct`, but an engine receives only the elements that differ from the version that it serves. The trainer
     keeps a copy of that version. With `sparse`, the model must be dense and not quantised."""
-    dtype: PublishDtype = "auto"
+    dtype: DTypeChoice = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. All engines load the rounded weights, including an engine in the
     trainer's process."""
