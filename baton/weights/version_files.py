@@ -29,6 +29,9 @@ from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
 from baton.weights.manifest import TensorEntry, check_version, name_of
 
+NUM_FILES = 2
+"""Number of latest versions whose files `VersionFiles` keeps."""
+
 
 class TensorsOfFile(dict[str, torch.Tensor]):
     """The mapped tensors of a safetensors file. The file is deleted together with this object."""
@@ -106,9 +109,8 @@ class VersionFiles:
     """Stores versions in a directory. Only one publisher may use the directory, because a publisher deletes old and
     unfinished `*.safetensors` files."""
 
-    def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        """`keep`: number of latest versions whose files are kept. A mapping stays valid after its file is deleted."""
-        self.directory, self._keep = directory, keep
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
     def create(self, entries: tuple[TensorEntry, ...]) -> FlatFile:
         """Create the file of a version, whose digests need not be known. Raises StorageFault."""
@@ -143,7 +145,7 @@ class VersionFiles:
         path = self._path(version)
         file.path.replace(path)
         files = sorted(self.directory.glob("*.safetensors"), key=lambda file: (file.stat().st_mtime_ns, file.name))
-        for old in files[: -self._keep]:
+        for old in files[:-NUM_FILES]:  # a mapping stays valid after its file is deleted
             if old != path:
                 old.unlink()
 

@@ -63,7 +63,6 @@ class RankedTrainer(Trainer):
         self._turn(is_awake=False)
 
     def wake_up(self) -> None:
-        """Move the tensors of all ranks back to their devices, as `step` requires."""
         self._turn(is_awake=True)
 
     @property
@@ -118,12 +117,10 @@ class RankedTrainer(Trainer):
         return answer.info
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint atomically; each rank writes its part."""
         with atomic_directory(directory) as unfinished:
             self._version = self._ask(messages.Save(str(unfinished)), messages.Ready)[0].version
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint, which another number of ranks may have written."""
         self._version = self._ask(messages.Restore(str(directory.absolute())), messages.Ready)[0].version
 
     def close(self) -> None:
