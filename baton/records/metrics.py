@@ -56,8 +56,8 @@ class LogSettings(Settings):
 
 
 class MetricsWriter:
-    """Writes the metrics of each step to every sink. A resumed run first removes the rows of metrics.jsonl after its
-    checkpoint, and then writes further steps again."""
+    """Writes the metrics of each step to metrics.jsonl, with one JSON object per line, and to the loggers of the recipe
+    (sinks). A resumed run first removes the rows of metrics.jsonl after its checkpoint."""
 
     def __init__(
         self,
@@ -72,7 +72,9 @@ class MetricsWriter:
         Biases is configured but cannot start."""
         self._directory, self._before_write = directory, before_write
         log = log or LogSettings()
-        self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(directory, resume_step)]
+        kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
+        write_whole(directory / ROWS, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        self._sinks: list[TensorBoard | WeightsAndBiases] = []
         if "tensorboard" in log.loggers:
             self._sinks.append(TensorBoard(directory, resume_step))
         if log.wandb_project is not None:
@@ -81,6 +83,7 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append metrics of one step as a row. A step may have several rows."""
         self._before_write()
+        append(self._directory / ROWS, msgspec.json.encode({"step": step, **values}) + b"\n")
         for sink in self._sinks:
             sink.write(step, values)
 
@@ -93,21 +96,6 @@ class MetricsWriter:
         with ExitStack() as sinks:
             for sink in self._sinks:
                 sinks.callback(sink.close)
-
-
-class JsonLines:
-    """Sink that writes the file `metrics.jsonl`, with one JSON object per line."""
-
-    def __init__(self, directory: Path, resume_step: int) -> None:
-        self._file = directory / ROWS
-        kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
-        write_whole(self._file, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        append(self._file, msgspec.json.encode({"step": step, **values}) + b"\n")
-
-    def close(self) -> None:
-        pass
 
 
 class TensorBoard:
