@@ -55,7 +55,8 @@ class PackedTokens:
 
     def to(self, device: torch.device) -> PackedTokens:
         tensors = self.input_ids, self.positions, self.places, self.before, self.ends
-        return PackedTokens(*(sent(tensor, device) for tensor in tensors), self.shapes)
+        ids, positions, places, before, ends = (sent(tensor, device) for tensor in tensors)
+        return PackedTokens(ids, positions, places, before, ends, self.shapes)
 
 
 _packed: ContextVar[PackedTokens | None] = ContextVar("packed", default=None)
