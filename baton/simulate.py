@@ -17,13 +17,7 @@ from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
 from baton.records.trace import chrome_trace
 from baton.simulator.faults import FaultsSettings
-from baton.simulator.input_sources import (
-    PlanSource,
-    RecipeSource,
-    SettingSource,
-    SimulationOptions,
-    recorded_groups,
-)
+from baton.simulator.input_sources import PlanSource, RecipeSource, SettingSource, SimulationOptions, recorded_groups
 from baton.simulator.parameter_sweep import ParameterSweep, read_axes
 from baton.simulator.parameter_sweep import sweep as sweep_parameters
 from baton.simulator.result import Result

@@ -24,27 +24,7 @@ import typer
 from rich.text import Text
 
 import baton
-from baton.cli import (
-    bench,
-    child_processes,
-    cluster,
-    evaluate,
-    export,
-    lists,
-    plan,
-    preview,
-    profile,
-    relay,
-    report,
-    sft,
-    show,
-    simulate,
-    status,
-    token,
-    trace,
-    train,
-    worker,
-)
+from baton.cli import child_processes, evaluate, hub, lists, measure, planning, runs, token, train, worker
 from baton.cli.options import Commands
 from baton.console import LogFormatter, err, out
 from baton.errors import BatonError, UserError
@@ -68,25 +48,25 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 app.command()(train.train)
-app.command()(preview.preview)
-app.command()(sft.sft)
+app.command()(train.preview)
+app.command()(train.sft)
 app.command(name="eval")(evaluate.evaluate)
-app.command()(show.show)
-app.command()(report.report)
-app.command()(export.export)
+app.command()(runs.show)
+app.command()(runs.report)
+app.command()(runs.export)
 app.command()(lists.keys)
 app.command()(lists.tasks)
 app.command()(lists.algorithms)
-app.add_typer(bench.bench_app, name="bench")
-app.command()(plan.plan)
-app.command()(profile.profile)
-app.command()(simulate.simulate)
-app.command()(trace.trace)
+app.add_typer(measure.bench_app, name="bench")
+app.command()(planning.plan)
+app.command()(measure.profile)
+app.command()(planning.simulate)
+app.command()(runs.trace)
 app.command()(worker.worker)
-app.command()(relay.relay)
-app.command()(status.status)
+app.command()(hub.relay)
+app.command()(hub.status)
 app.add_typer(token.token_app, name="token")
-app.add_typer(cluster.cluster_app, name="cluster")
+app.add_typer(planning.cluster_app, name="cluster")
 app.command(hidden=True)(child_processes.engine)
 app.command(hidden=True)(child_processes.rank)
 

@@ -37,8 +37,7 @@ Calibration = Annotated[
     Path | None, typer.Option(help="Efficiencies by GPU type, written by `baton profile`.", show_default=False)
 ]
 ClusterFile = Annotated[
-    Path | None,
-    typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False),
+    Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False)
 ]
 _MODEL = typer.Option(
     help="Hugging Face model directory or its config.json; weights are not needed.", show_default=False

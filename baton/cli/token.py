@@ -11,15 +11,7 @@ import typer
 from baton.cli.options import Commands, Json, RunPath, show
 from baton.console import err, out, print_json, wide_out
 from baton.errors import UserError
-from baton.swarm.auth import (
-    DEFAULT_TOKEN_FILE,
-    Role,
-    ShownToken,
-    TokenFile,
-    digest_of,
-    parse_duration,
-    write_private,
-)
+from baton.swarm.auth import DEFAULT_TOKEN_FILE, Role, ShownToken, TokenFile, digest_of, parse_duration, write_private
 
 token_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Create, list and revoke the access tokens of a hub.")
 

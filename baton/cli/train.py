@@ -1,4 +1,4 @@
-"""The command `baton train`: train a model as a recipe describes."""
+"""The commands that train, `baton train` and `baton sft`, and `baton preview`, which samples responses before."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def train(
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan",
-            help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run.",
+            "--plan", help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run."
         ),
     ] = None,
     ray: Annotated[
@@ -164,3 +163,43 @@ def _dry_run(recipe: Recipe, *, is_here: bool, keys: bool, as_json: bool) -> Non
         print_json({"recipe": recipe.model_dump(mode="json"), "needs": msgspec.to_builtins(needs)})
     else:
         print_dry_run(out, recipe, needs, keys=keys)
+
+
+def sft(recipe: RecipePath, overrides: Overrides = None, overwrite: Overwrite = False, as_json: Json = False) -> None:
+    """Fine-tune a model on demonstrations, or train a new model from scratch, before reinforcement learning.
+
+    The demonstrations are generated from tasks ([demonstrations]), or read from a JSONL file with prompt and completion
+    in each line (data = "...").
+    """
+    from baton.sft import sft as warm_start
+
+    out.ends_when_closed = False
+    report = warm_start(recipe, overrides or (), overwrite=overwrite, console=err if as_json else out)
+    if as_json:
+        print_json(report)
+
+
+def preview(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    num_prompts: Annotated[
+        int, typer.Option("-n", "--num-prompts", min=1, help="Number of prompts; each has four responses.")
+    ] = 4,
+    as_json: Json = False,
+) -> None:
+    """Sample and score a few responses before any training, and report problems.
+
+    Problems are printed as warnings. They do not change the exit code, because a few responses cannot prove a problem.
+    A script reads the list `warnings` of the output of --json.
+    """
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+    from baton.run.preview import preview as make_preview
+    from baton.views.terminal.trajectories import print_preview
+
+    found = make_preview(load_recipe(Recipe, recipe, overrides or ()), num_prompts)
+    if as_json:
+        samples = [reading.shown for reading in found.responses]
+        print_json({"samples": samples, "findings": found.findings, "warnings": found.warnings})
+    else:
+        print_preview(out, found)

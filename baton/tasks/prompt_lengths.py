@@ -92,11 +92,7 @@ def measure(
 
 
 def _lengths(
-    mixture: TaskMixture,
-    name: str,
-    problems: Sequence[Problem],
-    num_tokens: Callable[[Prompt], int],
-    max_tokens: int,
+    mixture: TaskMixture, name: str, problems: Sequence[Problem], num_tokens: Callable[[Prompt], int], max_tokens: int
 ) -> Iterator[int]:
     """Yield the number of tokens of each prompt, beginning with the prompt that has the most characters, until the
     remaining prompts are assumed to fit (`SHORT_IN_A_ROW`)."""

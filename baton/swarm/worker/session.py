@@ -54,11 +54,7 @@ class WorkerSession:
     """The state of a worker, without its engine, its weights and its connections."""
 
     def __init__(
-        self,
-        *,
-        url: str = "",
-        reconnect_timeout_s: float | None = None,
-        jitter: Callable[[], float] = lambda: 1.0,
+        self, *, url: str = "", reconnect_timeout_s: float | None = None, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
         """url: address of the hub. reconnect_timeout_s: as in `WorkerOptions`. jitter: function that returns a random
         factor; each delay before an attempt to reconnect is multiplied by it."""
@@ -108,10 +104,7 @@ class WorkerSession:
         assert self.welcome is not None, "an engine exists before a hub has described it"
         self.is_ready, self._incarnation = True, self.welcome.incarnation
         leases, digest = self._outbox.leases, self.welcome.model_digest
-        return [
-            messages.Hello(self.key, worker_class, digest, slots, self._sync.have, leases),
-            *self._outbox.again(),
-        ]
+        return [messages.Hello(self.key, worker_class, digest, slots, self._sync.have, leases), *self._outbox.again()]
 
     def heartbeat(self) -> messages.Heartbeat:
         sync = self._sync

@@ -78,9 +78,7 @@ class SwarmWorker:
     def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
         self._options, self._make_engine = options, make_engine
         self.session = WorkerSession(
-            url=options.url,
-            reconnect_timeout_s=options.reconnect_timeout_s,
-            jitter=lambda: random.uniform(0.5, 1.0),
+            url=options.url, reconnect_timeout_s=options.reconnect_timeout_s, jitter=lambda: random.uniform(0.5, 1.0)
         )
         self._connection: HubConnection | None = None
         self._fault: Exception | None = None

@@ -74,7 +74,7 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
     console.print(
         'To use a preset: algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line. Other keys '
         "of [algorithm] may be set too, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, "
-        "baton keys algorithm. Formulas: docs/algorithms.md",
+        "baton keys algorithm. Formulas: docs/algorithms.md"
     )
 
 

@@ -22,7 +22,7 @@ def print_status(console: Console, status: HubStatus, *, url: str) -> None:
     version = "none" if status.version is None else str(status.version)
     line(
         f"run {status.run}, step {status.step}; version {version} published; {status.tasks} trajectories requested, "
-        f"{status.waiting} of them waiting for a worker",
+        f"{status.waiting} of them waiting for a worker"
     )
     table = Table(box=None, header_style="bold")
     for name in ("worker", "state", "version", "leases", "tokens/s", "fetched MB", "checked"):

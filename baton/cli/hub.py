@@ -1,20 +1,39 @@
-"""The command `baton relay`: cache a hub's weights near its workers."""
+"""The commands for a hub: `baton status` shows its workers, `baton relay` caches its weights near workers."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.options import Authority, HubUrl, Insecure, TokenPath
+from baton.cli.options import Authority, HubUrl, Insecure, Json, TokenPath, show
 from baton.console import say
 
 if TYPE_CHECKING:
     from baton.swarm.hub.relay import Relay
+
+
+def status(
+    url: HubUrl, token_file: TokenPath, insecure: Insecure = False, ca: Authority = None, as_json: Json = False
+) -> None:
+    """Show a hub's workers, versions, leases, transfers and quarantine.
+
+    Needs a token with the role `admin`.
+    """
+    from baton.swarm.auth import read_token_file
+    from baton.swarm.listen import check_url, client_ssl
+    from baton.swarm.status_client import fetch_status
+    from baton.views.terminal.swarm import print_status
+
+    base = check_url(url, insecure)
+    found = fetch_status(base, read_token_file(token_file), client_ssl(base, ca))
+    show(found, partial(print_status, url=url), as_json=as_json)
+
 
 RELAY_GRACE_S = 2.0
 """Time in seconds from a stop signal to the cancellation of the relay."""
