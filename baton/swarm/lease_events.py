@@ -111,18 +111,9 @@ class LeaseTick(TimedEvent, frozen=True, tag="Tick"):
 
 
 Event = (
-    WorkerJoined
-    | WorkerWeightChanged
-    | WorkerSeen
-    | WorkerLeft
-    | TaskSubmitted
-    | TaskAborted
-    | TaskRevoked
-    | LeaseProgressed
-    | LeaseFinished
-    | LeaseReturned
-    | LeaseTick
-)
+    WorkerJoined | WorkerWeightChanged | WorkerSeen | WorkerLeft | TaskSubmitted | TaskAborted | TaskRevoked
+    | LeaseProgressed | LeaseFinished | LeaseReturned | LeaseTick
+)  # fmt: skip
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -195,13 +186,6 @@ class DisconnectWorker(msgspec.Struct, frozen=True, tag="Expel", gc=False):
 
 
 Command = (
-    GrantLease
-    | RecallLease
-    | DropLease
-    | CommitTokens
-    | FinishTask
-    | ReplaceTokens
-    | ReturnTask
-    | DiscardTokens
+    GrantLease | RecallLease | DropLease | CommitTokens | FinishTask | ReplaceTokens | ReturnTask | DiscardTokens
     | DisconnectWorker
-)
+)  # fmt: skip

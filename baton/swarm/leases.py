@@ -31,7 +31,6 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from baton.swarm import lease_events as ev
 from baton.swarm.lease_credit import LeaseCredit
@@ -176,8 +175,6 @@ class LeaseTable:
                     self._index.weigh(self.workers[number], weight)
             case ev.WorkerLeft():
                 yield from self._on_worker_left(event)
-            case _:
-                assert_never(event)
 
     @property
     def workers(self) -> dict[int, Worker]:

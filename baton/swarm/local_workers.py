@@ -16,6 +16,7 @@ from pathlib import Path
 
 from baton.clock import RestartRule
 from baton.errors import EngineFault
+from baton.frames import end_children
 from baton.swarm.listen import ListenAddress
 
 RESTARTS = RestartRule(first_wait_s=0.4, longest_wait_s=10.0)
@@ -50,19 +51,9 @@ class LocalWorkers:
         listen, port: address of the hub. directory: directory of the log files. environments: environment variables of
         each worker, in the order of the token files, in addition to those of this process."""
         fingerprint = listen.fingerprint()
-        self._command = [
-            sys.executable,
-            "-m",
-            "baton",
-            "worker",
-            listen.own_url(port),
-            *(["--insecure"] if fingerprint is None else ["--fingerprint", fingerprint]),
-            "--threads",
-            "1",
-            "--device",
-            device,
-            "--tied",
-        ]
+        secured = ["--insecure"] if fingerprint is None else ["--fingerprint", fingerprint]
+        options = ["--threads", "1", "--device", device, "--tied"]
+        self._command = [sys.executable, "-m", "baton", "worker", listen.own_url(port), *secured, *options]
         self._directory, self._say = directory, say
         directory.mkdir(parents=True, exist_ok=True)
         self._token_files = {path.name: path for path in token_files}
@@ -93,13 +84,7 @@ class LocalWorkers:
         """End all workers. May be called twice."""
         for child in self._children:
             child.process.terminate()
-        deadline_s = time.monotonic() + GRACE_S
-        for child in self._children:
-            try:
-                child.process.wait(max(0.1, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+        end_children((), [child.process for child in self._children], grace_s=GRACE_S)
 
     def _log(self, name: str) -> Path:
         return self._directory / f"{name}.log"

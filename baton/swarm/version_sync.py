@@ -11,8 +11,7 @@ version is complete and verified.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import assert_never
+from functools import partial
 
 import msgspec
 
@@ -83,20 +82,12 @@ class SetTimer(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
 Command = Fetch | Activate | SetTimer
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSyncRules:
-    """Delays between retries, in seconds."""
-
-    first_wait_s: float = 0.5
-    """Delay after the first failure."""
-    longest_wait_s: float = 30.0
-
-
 class VersionSync:
     """Decides which version a worker fetches and activates."""
 
-    def __init__(self, rules: VersionSyncRules | None = None) -> None:
-        self.rules = rules or VersionSyncRules()
+    def __init__(self, *, first_wait_s: float = 0.5, longest_wait_s: float = 30.0) -> None:
+        """first_wait_s, longest_wait_s: delay before a retry after the first failed fetch, and maximum delay."""
+        self._wait_s = partial(retry_wait_s, first_s=first_wait_s, longest_s=longest_wait_s)
         self.have: PolicyVersion | None = None
         """The version that the engine serves."""
         self.want: PolicyVersion | None = None
@@ -126,9 +117,7 @@ class VersionSync:
                     self.fetching, self.last_cause = None, cause
                     if version == self.want:  # otherwise another version is wanted now and is fetched immediately
                         self.failures += 1
-                        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
-                        wait_s = retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
-                        self._retry_s = at_s + wait_s
+                        self._retry_s = at_s + self._wait_s(self.failures)
                         return [SetTimer(self._retry_s)]
             case Activated(version=version):
                 if version == self.activating:
@@ -140,8 +129,6 @@ class VersionSync:
             case TimerFired(at_s=at_s):
                 if self._retry_s is not None and at_s >= self._retry_s:
                     self._retry_s = None
-            case _:
-                assert_never(event)
         return self._fetch_wanted()
 
     def _wanted(self, version: PolicyVersion) -> None:

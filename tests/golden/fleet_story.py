@@ -6,7 +6,7 @@ from neutral import SUPERVISION, VERSIONS, Draw, Log, Message, Record
 
 from baton.cluster.placement import Placement, ProcessSpec
 from baton.cluster.supervision import Supervision, SupervisionRules
-from baton.swarm.version_sync import VersionSync, VersionSyncRules
+from baton.swarm.version_sync import VersionSync
 
 EVENTS = 50
 MACHINES = "abcde"
@@ -16,8 +16,8 @@ MACHINES = "abcde"
 def versions(seed: int) -> Log:
     """Return the log of one worker's version sync: announcements that repeat or come late, failures, a new lineage."""
     draw, now_s, newest, lineage = Draw(f"versions/{seed}"), 0.0, 0, "first"
-    rules = VersionSyncRules(first_wait_s=draw.pick([0.25, 0.5]), longest_wait_s=draw.pick([1.0, 30.0]))
-    log = Log(VERSIONS, VersionSync(rules).handle)
+    sync = VersionSync(first_wait_s=draw.pick([0.25, 0.5]), longest_wait_s=draw.pick([1.0, 30.0]))
+    log = Log(VERSIONS, sync.handle)
     open_: list[Message] = []
     wakes: list[float] = []
 

@@ -67,7 +67,7 @@ class Hub:
             raise UserError(f"--serve {at}: the hub cannot listen on this address: {self._fault}") from self._fault
         return self.port
 
-    def call(self, action: Callable[[], None]) -> None:
+    def call(self, action: Callable[[], object]) -> None:
         """Submit an action to the hub's thread, which runs all actions in the order of their submission. An error of an
         action ends the hub. If an error has already ended the hub, raise this error."""
         self.check()
@@ -99,7 +99,7 @@ class Hub:
             self._started.set()
             self._loop.close()
 
-    def _do(self, action: Callable[[], None]) -> None:
+    def _do(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001  # any error must reach the controller's thread

@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import assert_never
 
 import msgspec
 
@@ -116,8 +115,6 @@ class Membership:
                 if not self.verifier.finished(lease, trajectory, parts):
                     for released in self.broker.release(key_of(lease)):
                         self._execute(released)
-            case _:
-                assert_never(command)
 
     # ---- commands of the verification --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from weakref import WeakValueDictionary
 
 from aiohttp import web
@@ -41,20 +41,15 @@ class Downloads:
         """Wait for one of the download slots of the caller `key`, and hold the slot within the context. Raises
         HTTPServiceUnavailable if no slot becomes free within `QUEUE_S` seconds."""
         share = self._shares.setdefault(key, asyncio.Semaphore(MAX_DOWNLOADS_PER_TOKEN))
-        taken: list[asyncio.Semaphore] = []
-        try:
+        async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(QUEUE_S):
                     # the token's share first: requests that wait for it must not hold slots that other tokens could use
                     for one in (share, self._places):
-                        await one.acquire()
-                        taken.append(one)
+                        await held.enter_async_context(one)
             except TimeoutError as error:
                 raise web.HTTPServiceUnavailable(text="too many downloads are running: try again") from error
             yield
-        finally:
-            for one in taken:
-                one.release()
 
     async def send(self, request: web.Request, body: ByteReader) -> tuple[web.StreamResponse, int]:
         """Send a body. Return the response and the number of bytes sent. An error resets the connection."""

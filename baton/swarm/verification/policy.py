@@ -22,7 +22,6 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
 
 import msgspec
 from pydantic import Field
@@ -186,14 +185,9 @@ class VerificationTick(msgspec.Struct, frozen=True):
 
 
 VerificationEvent = (
-    TrajectoryFinished
-    | TrajectoryJudged
-    | CheckFailed
-    | ReportViolated
-    | BatchConsumed
-    | QuarantineLifted
-    | VerificationTick
-)
+    TrajectoryFinished | TrajectoryJudged | CheckFailed | ReportViolated
+    | BatchConsumed | QuarantineLifted | VerificationTick
+)  # fmt: skip
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
@@ -301,8 +295,6 @@ class VerificationPolicy:
                     self._held[key] = case, until_s + delay_s
                     if at_s > until_s + delay_s:
                         yield from self._give_up([case], "the result did not arrive in time")
-            case _:
-                assert_never(event)
 
     # ---- trajectories ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -81,14 +82,14 @@ class VerificationService:
         self._make_scorer, self._keep, self._noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
         self._tracer = tracer or TraceWriter()
         self._client: VerificationClient
-        self._call: Callable[[Callable[[], None]], None]
+        self._call: Callable[[Callable[[], object]], object]
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._cases: SimpleQueue[policy.Case] = SimpleQueue()
         self._executor = SerialExecutor("examiner")
         self._scorer: LogprobScorer | None = None
         verification_policy.restore(record.worker for record in quarantine.records)
 
-    def attach(self, client: VerificationClient, call: Callable[[Callable[[], None]], None]) -> None:
+    def attach(self, client: VerificationClient, call: Callable[[Callable[[], object]], object]) -> None:
         """Set the client that executes commands, before other calls. call: runs an action in the hub's thread."""
         self._client, self._call = client, call
 
@@ -156,10 +157,7 @@ class VerificationService:
         return commands
 
     def _tell_from_thread(self, event: policy.VerificationEvent) -> None:
-        def tell() -> None:
-            self._handle_event(event)
-
-        self._call(tell)
+        self._call(partial(self._handle_event, event))
 
     # ---- in the service's thread -------------------------------------------------------------------------------------
 
