@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from itertools import combinations
 
-import msgspec
 from matplotlib.axes import Axes
 
 from baton.planner.what_if import Marginal, PricePoint
@@ -22,34 +21,25 @@ IDLE_COLOUR = "--rule"
 MOST_MACHINES = 160
 
 
-class LegendEntry(msgspec.Struct, frozen=True):
-    """An entry of a legend."""
-
-    colour: str
-    """Name of a CSS variable of the page."""
-    meaning: str
-
-
-def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
-    """Return the colour of each GPU, and the legend. Colocated GPUs get the colours of their engines."""
+def colours(plan: Plan) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Return the colour of each GPU, and the legend as (colour, meaning). Colours are CSS variables of the page.
+    Colocated GPUs get the colours of their engines."""
     by_gpu: dict[str, str] = {}
     keys = []
     for index, stage in enumerate(plan.training.stages):
         colour = TRAIN_COLOURS[index % len(TRAIN_COLOURS)]
         by_gpu |= dict.fromkeys(stage.gpu_ids, colour)
         layers = f"layers {stage.layers[0]} to {stage.layers[1] - 1}"
-        keys.append(
-            LegendEntry(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, {training_shape(plan, stage)}, {layers}")
-        )
+        keys.append((colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, {training_shape(plan, stage)}, {layers}"))
     for index, same in enumerate(replicas_by_shape(plan)):
         colour = ROLLOUT_COLOURS[index % len(ROLLOUT_COLOURS)]
         by_gpu |= {gpu: colour for replica in same for gpu in replica.gpu_ids}
         r = same[0]
         shape = f"{len(same)} × {r.gpu}, tp {r.tp} · pp {r.pp}, {r.batch} trajectories concurrently"
-        keys.append(LegendEntry(colour, f"rollout: {shape}"))
+        keys.append((colour, f"rollout: {shape}"))
     if plan.idle:
         by_gpu |= {gpu: IDLE_COLOUR for idle in plan.idle for gpu in idle.gpu_ids}
-        keys.append(LegendEntry(IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))
+        keys.append((IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))
     return by_gpu, keys
 
 

@@ -40,13 +40,6 @@ SLOTS_NOTE = (
 )
 
 
-class Fact(msgspec.Struct, frozen=True):
-    """A named value, such as the seed of the run."""
-
-    name: str
-    value: str
-
-
 class Section(msgspec.Struct, frozen=True):
     """Charts under one heading."""
 
@@ -55,16 +48,6 @@ class Section(msgspec.Struct, frozen=True):
     note: str = ""
     is_wide: bool = False
     """Show each chart at the full width of the page."""
-
-
-class MetricRange(msgspec.Struct, frozen=True):
-    """The first, last, lowest and highest value of a metric."""
-
-    name: str
-    first: float
-    last: float
-    low: float
-    high: float
 
 
 def write_page(run: RunDirectory, path: Path) -> None:
@@ -126,34 +109,35 @@ def _status(summary: RunReport | None, history: History, recipe: dict[str, Any])
     return f"{summary.steps:,} of {summary.num_steps:,} train steps"
 
 
-def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None) -> Iterator[Fact]:
+def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each fact under the title."""
     recorded = run.facts()
     model = recipe.get("model", {}).get("path", "trained from scratch")
     size = _parameters(run.checkpoints)
-    yield Fact("Model", f"{model}, {short(size)} parameters" if size else model)
-    yield Fact("Tasks", _mixture(recipe.get("task", ())))
+    yield "Model", f"{model}, {short(size)} parameters" if size else model
+    yield "Tasks", _mixture(recipe.get("task", ()))
     if summary is not None:
         rollout = recipe["rollout"]
-        yield Fact(
+        yield (
             "Batch",
             f"{rollout['batch_groups']} groups of {rollout['group_size']} trajectories, "
             f"at most {rollout['max_new_tokens']:,} tokens each",
         )
-        yield Fact("Algorithm", str(recipe["algorithm"]["name"]))
+        yield "Algorithm", str(recipe["algorithm"]["name"])
         evals = f", evaluations {duration(summary.eval_time_s)}" if summary.eval_time_s else ""
-        yield Fact("Duration", f"train steps {duration(summary.train_time_s)}{evals}")
-        yield Fact("Generated", f"{short(summary.generated_tokens)} tokens")
-    yield Fact("Seed", str(recorded["seed"]))
-    yield Fact("Commit", _commit(recorded.get("commit")))
+        yield "Duration", f"train steps {duration(summary.train_time_s)}{evals}"
+        yield "Generated", f"{short(summary.generated_tokens)} tokens"
+    yield "Seed", str(recorded["seed"])
+    yield "Commit", _commit(recorded.get("commit"))
     device = recipe.get("model", {}).get("device", "auto")
-    yield Fact(
+    yield (
         "Hardware",
         f"{recorded.get('processor') or 'unknown processor'}, {recorded.get('cores')} cores, "
         f"torch threads: {recorded.get('threads')}, device: {device}",
     )
-    yield Fact("Started", datetime.fromisoformat(recorded["started"]).strftime("%Y-%m-%d %H:%M UTC"))
+    yield "Started", datetime.fromisoformat(recorded["started"]).strftime("%Y-%m-%d %H:%M UTC")
     if recorded.get("resumed"):
-        yield Fact("Resumed", f"{len(recorded['resumed'])} times")
+        yield "Resumed", f"{len(recorded['resumed'])} times"
 
 
 def _mixture(tasks: Sequence[dict[str, Any]]) -> str:
@@ -243,20 +227,21 @@ def _readable(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
             yield TextPiece(text, piece.is_special)
 
 
-def _range(history: History, name: str) -> MetricRange:
+def _range(history: History, name: str) -> tuple[str, float, float, float, float]:
+    """Return the name, and the first, last, lowest and highest value of a metric."""
     values = history.curve(name).values
-    return MetricRange(name, values[0], values[-1], values.min(), values.max())
+    return name, values[0], values[-1], values.min(), values.max()
 
 
-def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
+def _circumstances(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the command line and the package versions of run.json. Absolute paths are shortened to their last part,
     because users may publish the page."""
     command = [re.sub(r".*[/\\]", "", part) if os.path.isabs(part) else part for part in facts.get("command", ())]  # noqa: PTH117
-    yield Fact("command", " ".join(command))
+    yield "command", " ".join(command)
     for key in ("baton", "python", "platform"):
-        yield Fact(key, str(facts.get(key)))
+        yield key, str(facts.get(key))
     for package, version in facts.get("packages", {}).items():
-        yield Fact(package, str(version))
+        yield package, str(version)
 
 
 # ---- formatting of numbers -------------------------------------------------------------------------------------------

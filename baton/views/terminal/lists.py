@@ -61,9 +61,8 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
     if len(algorithms) == 1:
         _print_one(console, algorithms[0])
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    for heading in ("algorithm", "idea", "keys that differ from the defaults"):
-        table.add_column(heading)
+    headings = ("algorithm", "idea", "keys that differ from the defaults")
+    table = Table(*headings, box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
     for each in algorithms:
         values = {**each.sets, **{f"rollout.{key}": value for key, value in each.rollout.items()}}
         sets = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items()) or "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.console import Console
 from baton.planner.certainty import Certainty
@@ -102,9 +102,7 @@ def _say_replanned(console: Console, replanned: Replanned) -> None:
 
 
 def _roles(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("role", "GPUs", "shape", "layers", "GB of a GPU", "share"):
-        table.add_column(name)
+    table = Table("role", "GPUs", "shape", "layers", "GB of a GPU", "share", box=SIMPLE_HEAD)
     for stage in plan.training.stages:
         layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
         gpus = f"{len(stage.gpu_ids)} {stage.gpu}"
@@ -127,16 +125,11 @@ def training_shape(plan: Plan, stage: Stage) -> str:
 
 
 def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("compared with")
-    for name in ("tokens/s", "ratio", "per hour", "per M tokens"):
-        table.add_column(name, justify="right")
-    rows = [
-        ("this plan", plan),
-        *((alternative.name, alternative.plan) for alternative in alternatives if alternative.plan is not None),
-    ]
-    for name, other in rows:
-        table.add_row(name, *plan_cells(other, plan))
+    numbers = (Column(name, justify="right") for name in ("tokens/s", "ratio", "per hour", "per M tokens"))
+    table = Table("compared with", *numbers, box=SIMPLE_HEAD)
+    for name, other in (("this plan", plan), *((each.name, each.plan) for each in alternatives)):
+        if other is not None:
+            table.add_row(name, *plan_cells(other, plan))
     return table
 
 

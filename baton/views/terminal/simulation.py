@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.console import Console
 from baton.planner.plan_from_solution import seconds
@@ -44,9 +44,8 @@ def print_result(console: Console, result: Result) -> None:
 
 
 def _engines(result: Result) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("", "decode", "prefill", "load", "idle", "slots taken", "tokens/s", "preempted"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    headings = ("decode", "prefill", "load", "idle", "slots taken", "tokens/s", "preempted")
+    table = Table("", *(Column(heading, justify="right") for heading in headings), box=SIMPLE_HEAD)
     for e in result.engines:
         shares = [f"{share:.0%}" for share in (e.decode, e.prefill, e.load, e.idle, e.occupancy)]
         table.add_row(f"{e.num} × {e.name}", *shares, f"{e.tokens_per_s:,.0f}", str(e.preemptions))
@@ -56,11 +55,9 @@ def _engines(result: Result) -> Table:
 
 def print_sweep(console: Console, swept: ParameterSweep) -> None:
     """Print a table of the sweep, and the recommended setting."""
-    table = Table(box=SIMPLE_HEAD)
-    for axis in swept.axes:
-        table.add_column(axis.key, justify="right")
-    for heading in ("trained tokens/s", "step", "wait", "trainer busy", "slots taken", "staleness", "masked", ""):
-        table.add_column(heading, justify="right")
+    headings = ("trained tokens/s", "step", "wait", "trainer busy", "slots taken", "staleness", "masked", "")
+    columns = (Column(name, justify="right") for name in (*(axis.key for axis in swept.axes), *headings))
+    table = Table(*columns, box=SIMPLE_HEAD)
     for place, point in enumerate(swept.points):
         values = [point.values[axis.key] for axis in swept.axes]
         table.add_row(*values, *_cells(point), "← recommended" if place == swept.recommended else "")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.console import Console, visible
 from baton.swarm.auth import ShownToken
@@ -24,9 +24,8 @@ def print_status(console: Console, status: HubStatus, *, url: str) -> None:
         f"run {status.run}, step {status.step}; version {version} published; {status.tasks} trajectories requested, "
         f"{status.waiting} of them waiting for a worker"
     )
-    table = Table(box=None, header_style="bold")
-    for name in ("worker", "state", "version", "leases", "tokens/s", "fetched MB", "checked"):
-        table.add_column(name, justify="left" if name in ("worker", "state") else "right")
+    numbers = (Column(name, justify="right") for name in ("version", "leases", "tokens/s", "fetched MB", "checked"))
+    table = Table("worker", "state", *numbers, box=None, header_style="bold")
     for one in status.workers:
         table.add_row(
             one.name + (" (trusted)" if one.is_trusted else ""),
@@ -61,9 +60,9 @@ def print_status(console: Console, status: HubStatus, *, url: str) -> None:
 
 def print_tokens(console: Console, tokens: Sequence[ShownToken]) -> None:
     """Print a table of access tokens."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for heading in ("name", "role", "trusted", "created (UTC)", "expires (UTC)", "state"):
-        table.add_column(heading, no_wrap=True)
+    headings = ("name", "role", "trusted", "created (UTC)", "expires (UTC)", "state")
+    columns = (Column(heading, no_wrap=True) for heading in headings)
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for t in tokens:
         created, expires = (at.removesuffix("+00:00").replace("T", " ") for at in (t.created, t.expires))
         table.add_row(t.name, t.role, "yes" if t.trusted else "", created, expires, t.state)

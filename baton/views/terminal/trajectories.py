@@ -10,7 +10,7 @@ from rich.console import Group as Stack
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from baton.console import Console, visible
@@ -88,19 +88,12 @@ def _turns(reading: ReadableTrajectory) -> Iterator[Text | Padding]:
 def _siblings(trajectory: Sample) -> Table:
     """Return one row per member of a group, with the reward of each turn."""
     title = Text(f"step {trajectory.step}, group {trajectory.group_id}")
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("sample", "reward", "turns", "tokens", "attempt"):
-        table.add_column(name, justify="right")
-    for name in ("ended by", "", "rewards by turn"):
-        table.add_column(name)
+    right = (Column(name, justify="right") for name in ("sample", "reward", "turns", "tokens", "attempt"))
+    columns: tuple[Column | str, ...] = (*right, "ended by", "", "rewards by turn")
+    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for s in trajectory.siblings:
-        numbers = (
-            f"{s.sample_index}",
-            f"{s.reward:g}",
-            f"{len(s.turn_rewards)}",
-            f"{s.num_tokens}",
-            f"{s.attempt + 1}",
-        )
+        counts = (s.sample_index, f"{s.reward:g}", len(s.turn_rewards), s.num_tokens, s.attempt + 1)
+        numbers = map(str, counts)
         words = (s.finish_reason, s.verdict, "  ".join(f"{reward:g}" for reward in s.turn_rewards))
         table.add_row(*map(Text, numbers), *(Text(visible(word)) for word in words))
     return table
