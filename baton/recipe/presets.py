@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any
 
@@ -35,15 +36,7 @@ def list_algorithms(name: str | None = None) -> list[Algorithm]:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"
         raise UserError(f"there is no algorithm {name!r}; {hint}")
     return [
-        Algorithm(
-            name=each,
-            paper=preset.paper,
-            idea=preset.idea,
-            updates=preset.updates,
-            sets=dict(preset.sets),
-            rollout=dict(preset.rollout),
-            all=AlgorithmSettings(name=each).model_dump(mode="json"),
-        )
+        Algorithm(name=each, all=AlgorithmSettings(name=each).model_dump(mode="json"), **asdict(preset))
         for each, preset in PRESETS.items()
         if name in (None, each)
     ]

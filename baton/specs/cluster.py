@@ -267,7 +267,9 @@ def _bandwidths(links: LinkSettings, nodes: Sequence[Node]) -> tuple[tuple[float
             )
     rows = [[0.0] * len(nodes) for _ in nodes]
     for a, b in combinations(range(len(nodes)), 2):
-        rows[a][b] = rows[b][a] = _rate(links, by_node, by_type, nodes, a, b)
+        pair = tuple(sorted((nodes[a].gpu.name, nodes[b].gpu.name)))
+        found = by_node.get(frozenset((a, b)), by_type.get(pair))
+        rows[a][b] = rows[b][a] = _general_rate(links, nodes[a], nodes[b]) if found is None else found
     return tuple(map(tuple, rows))
 
 
@@ -278,21 +280,10 @@ def _set_once(rates: dict[Any, float], key: Any, rate: float, where: str) -> Non
         )
 
 
-def _rate(
-    links: LinkSettings,
-    by_node: Mapping[frozenset[int], float],
-    by_type: Mapping[tuple[str, ...], float],
-    nodes: Sequence[Node],
-    a: int,
-    b: int,
-) -> float:
-    types = tuple(sorted((nodes[a].gpu.name, nodes[b].gpu.name)))
-    found = by_node.get(frozenset((a, b)), by_type.get(types))
-    if found is not None:
-        return found
-    is_cross = types[0] != types[1]
+def _general_rate(links: LinkSettings, one: Node, other: Node) -> float:
+    is_cross = one.gpu.name != other.gpu.name
     given = links.cross_type_gb_per_s if is_cross and links.cross_type_gb_per_s else links.inter_node_gb_per_s
     if given is None:
         key = "links.cross_type_gb_per_s" if is_cross else "links.inter_node_gb_per_s"
-        raise UserError(f"{key} is missing; it gives the bandwidth between {nodes[a].name} and {nodes[b].name}")
+        raise UserError(f"{key} is missing; it gives the bandwidth between {one.name} and {other.name}")
     return given * GB

@@ -11,8 +11,9 @@ solutions.
 from __future__ import annotations
 
 import ast
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pydantic import Field
 
@@ -23,6 +24,13 @@ from baton.tasks.stream import PromptStream, TaskMixture
 from baton.types import Prompt
 
 _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    # rounds down like reasoning-gym; an injected error can make the divisor 0
+    "/": lambda left, right: left // right if right else 0,
+}
 
 
 class DemonstrationSettings(Settings):
@@ -99,7 +107,7 @@ class _Working:
         if isinstance(tree, ast.BinOp):
             left, right = self.value(tree.left), self.value(tree.right)
             symbol = _SYMBOLS[type(tree.op)]
-            return self.step(f"{left}{symbol}{right}", _apply(symbol, left, right))
+            return self.step(f"{left}{symbol}{right}", _OPERATIONS[symbol](left, right))
         raise TypeError(ast.dump(tree))
 
     def step(self, work: str, result: int) -> int:
@@ -137,17 +145,13 @@ def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:
 
 def _literal(tree: ast.expr) -> int | None:
     """Return the value of an integer literal (digits with at most one minus sign), or None for any other expression."""
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
-        return tree.value
-    if (
-        isinstance(tree, ast.UnaryOp)
-        and isinstance(tree.op, ast.USub)
-        and isinstance(tree.operand, ast.Constant)
-        and isinstance(tree.operand.value, int)
-        and tree.operand.value >= 0
-    ):
-        return -tree.operand.value
-    return None
+    match tree:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))) if number >= 0:
+            return -number
+        case _:
+            return None
 
 
 def _text(tree: ast.expr) -> str:
@@ -164,16 +168,3 @@ def _text(tree: ast.expr) -> str:
     if isinstance(tree.right, ast.BinOp) and (tight or _SYMBOLS[type(tree.right.op)] in "+-"):
         right = f"({right})"
     return f"{left}{symbol}{right}"
-
-
-def _apply(symbol: str, left: int, right: int) -> int:
-    match symbol:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
-        case _:
-            # rounds down like reasoning-gym; an injected error can make the divisor 0
-            return left // right if right else 0

@@ -106,22 +106,21 @@ class ProblemSettings(Settings):
                 "path is a file of problems: remove gym, params and form = 'compact', which do not apply to it"
             )
         columns = ("config", "split", "prompt_column", "answer_column", "answer_after", "scorer")
-        given = [key for key in columns if getattr(self, key) != type(self).model_fields[key].default]
-        if self.path is None and given:
-            raise ValueError(f"{given[0]} applies only to a task with a path: set path, or remove {given[0]}")
-        turns = ("max_turns", "max_turn_tokens", "max_observation_tokens", "discount")
-        given = [key for key in turns if getattr(self, key) != type(self).model_fields[key].default]
-        if given:
-            raise ValueError(f"{given[0]} applies only to a multi-turn task: set environment, or remove {given[0]}")
+        if self.path is None and (key := self._first_given(*columns)):
+            raise ValueError(f"{key} applies only to a task with a path: set path, or remove {key}")
+        if key := self._first_given("max_turns", "max_turn_tokens", "max_observation_tokens", "discount"):
+            raise ValueError(f"{key} applies only to a multi-turn task: set environment, or remove {key}")
         return self
 
+    def _first_given(self, *keys: str) -> str | None:
+        """Return the first of the keys whose value is not the default."""
+        return next((key for key in keys if getattr(self, key) != type(self).model_fields[key].default), None)
+
     def _of_an_environment(self) -> ProblemSettings:
-        others = ("gym", "form", "prompt_column", "answer_column", "answer_after", "scorer", "answer")
-        given = [key for key in others if getattr(self, key) != type(self).model_fields[key].default]
-        if given:
-            raise ValueError(
-                f"{given[0]} does not apply to a task with an environment, which gives prompts and rewards"
-            )
+        if key := self._first_given(
+            "gym", "form", "prompt_column", "answer_column", "answer_after", "scorer", "answer"
+        ):
+            raise ValueError(f"{key} does not apply to a task with an environment, which gives prompts and rewards")
         if self.tools and self.environment != TOOLS:
             raise ValueError("tools make an environment: remove environment, or remove tools")
         if self.tools and "reward" not in self.params:
@@ -139,16 +138,8 @@ class ProblemSettings(Settings):
             )
             return EnvironmentTask(spec, environments or EnvironmentSettings(), [row for _, row in rows])
         if self.path is not None:
-            return FileTask(
-                self.name,
-                self.path,
-                split=self.split,
-                config=self.config,
-                prompt_column=self.prompt_column,
-                answer_column=self.answer_column,
-                answer_after=self.answer_after,
-                scorer=self.scorer,
-            )
+            keys = ("split", "config", "prompt_column", "answer_column", "answer_after", "scorer")
+            return FileTask(self.name, self.path, **{key: getattr(self, key) for key in keys})
         return GymTask(self.name, self.gym or self.name, self.params, is_compact=self.form == "compact")
 
 
