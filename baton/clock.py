@@ -87,11 +87,12 @@ def begin(call: Callable[[], T]) -> Future[T]:
     """Start a call in a new daemon thread; return the future of its result."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
-    Thread(target=_run, args=(call, future), name="call", daemon=True).start()
+    Thread(target=run_into, args=(future, call), name="call", daemon=True).start()
     return future
 
 
-def _run(call: Callable[[], T], future: Future[T]) -> None:
+def run_into(future: Future[T], call: Callable[[], T]) -> None:
+    """Run a call in this thread, and set its result or its error as the future's."""
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
@@ -136,7 +137,7 @@ def in_order(
     """
     most, threads = (CODERS + 1, CODERS) if threads is None else (threads, threads)
     num_started = num_large = 0
-    calls: SimpleQueue[tuple[Callable[[], R], Future[R]] | None] = SimpleQueue()
+    calls: SimpleQueue[tuple[Future[R], Callable[[], R]] | None] = SimpleQueue()
     waiting: deque[tuple[Future[R], bool]] = deque()
     try:
         for item in items:
@@ -147,9 +148,9 @@ def in_order(
             waiting.append((future, is_large))
             num_large += is_large
             if not is_large:
-                _run(call, future)
+                run_into(future, call)
                 continue
-            calls.put((call, future))
+            calls.put((future, call))
             if num_started < threads:
                 num_started += 1
                 Thread(target=_run_all, args=(calls,), name="coder", daemon=True).start()
@@ -160,9 +161,9 @@ def in_order(
             calls.put(None)
 
 
-def _run_all(calls: SimpleQueue[tuple[Callable[[], R], Future[R]] | None]) -> None:
+def _run_all(calls: SimpleQueue[tuple[Future[R], Callable[[], R]] | None]) -> None:
     while (call := calls.get()) is not None:
-        _run(*call)
+        run_into(*call)
         del call  # a result may be large
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,36 +30,34 @@ TICK_S = 1.0
 """Maximum interval between two checks of the deadlines, and between two `Alive` messages."""
 
 
-class _Outbox:
-    def __init__(self, pipe: FrameSocket) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
-
-    def send(self, message: calls.FromEnvironment) -> None:
-        with self._lock:
-            self._pipe.send_all(msgspec.msgpack.encode(message))
-
-
 def main() -> None:
     """Execute requests until the run closes the socket."""
     isolation = keep(network="--network" in sys.argv, who="environments", network_key="environments.allow_network")
     pipe = frame_socket_of(os.dup(0), calls.MAX_FRAME_BYTES)
     detach_streams()
-    outbox = _Outbox(pipe)
+    lock = threading.Lock()
+
+    def send(message: calls.FromEnvironment) -> None:
+        with lock:
+            pipe.send_all(msgspec.msgpack.encode(message))
+
     setup = msgspec.msgpack.decode(pipe.receive_next(), type=calls.EnvironmentSetup)
     import_from(setup.sys_path, setup.memory_bytes)
     try:
         environments = {spec.name: load_environment(spec) for spec in setup.specs}
     except BaseException as error:  # noqa: BLE001 - an import may raise anything, and the run must report it
-        outbox.send(calls.EnvironmentReady(str(error) if isinstance(error, UserError) else describe_error(error)))
+        send(calls.EnvironmentReady(str(error) if isinstance(error, UserError) else describe_error(error)))
         return
     isolation.enter_scratch()
     never = tuple(name for name, loaded in environments.items() if loaded.replay == "never")
     notes = dict.fromkeys(filter(None, (isolation.description, *(one.note for one in environments.values()))))
-    outbox.send(calls.EnvironmentReady(isolation="; ".join(notes), never_replayed=never))
-    _serve(EnvironmentInstances(environments, setup.max_observation_chars), pipe, outbox, setup.timeout_s)
+    send(calls.EnvironmentReady(isolation="; ".join(notes), never_replayed=never))
+    _serve(EnvironmentInstances(environments, setup.max_observation_chars), pipe, send, setup.timeout_s)
 
 
-def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, timeout_s: float) -> None:
+def _serve(
+    instances: EnvironmentInstances, pipe: FrameSocket, send: Callable[[calls.FromEnvironment], None], timeout_s: float
+) -> None:
     running: dict[int, calls.ActRequest] = {}
     tick_s = min(TICK_S, timeout_s / 4)
     alive_at = 0.0
@@ -66,7 +65,7 @@ def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, 
     def execute(request: calls.ActRequest) -> None:
         result = instances.act(request)
         if running.pop(id(request), None) is not None:
-            outbox.send(result)
+            send(result)
 
     while True:
         if select.select([pipe], [], [], tick_s)[0]:  # `frames.ready` would also send, beside the threads
@@ -85,10 +84,10 @@ def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, 
             called_s = now_s - instances.called_at.get(request.key, now_s)
             if called_s > timeout_s and running.pop(name, None) is not None:
                 sentence = f"no observation within environments.timeout_s = {timeout_s:g} s; the process was killed"
-                outbox.send(calls.ActFailure(request.key, request.turn, FailureCause.TIMEOUT, sentence))
+                send(calls.ActFailure(request.key, request.turn, FailureCause.TIMEOUT, sentence))
         if running and now_s - alive_at >= tick_s:
             alive_at = now_s
-            outbox.send(calls.Alive())
+            send(calls.Alive())
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from threading import Lock, Thread
 from typing import Any
+
+from baton.clock import run_into
 
 
 class SerialExecutor:
@@ -20,7 +23,7 @@ class SerialExecutor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = Lock()
-        self._waiting: deque[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = deque()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._thread: Thread | None = None
         self._is_closed = False
 
@@ -32,7 +35,7 @@ class SerialExecutor:
             if self._is_closed:
                 future.cancel()
                 return future
-            self._waiting.append((action, arguments, future))
+            self._waiting.append((future, partial(action, *arguments)))
             if self._thread is None:
                 self._thread = Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -42,7 +45,7 @@ class SerialExecutor:
         """Cancel all functions that have not started, and wait for the running one. May be called twice."""
         with self._lock:
             self._is_closed = True
-            for _, _, future in self._waiting:
+            for future, _ in self._waiting:
                 future.cancel()
             self._waiting.clear()
             thread = self._thread
@@ -55,10 +58,5 @@ class SerialExecutor:
                 if not self._waiting:
                     self._thread = None
                     return
-                action, arguments, future = self._waiting.popleft()
-            try:
-                found = action(*arguments)
-            except BaseException as error:  # noqa: BLE001  # the reader of the future handles it
-                future.set_exception(error)
-            else:
-                future.set_result(found)
+                future, call = self._waiting.popleft()
+            run_into(future, call)

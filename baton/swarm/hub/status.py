@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -85,13 +86,13 @@ class HubStatus(msgspec.Struct, frozen=True):
     """Number of trajectories that were selected to be scored again, but could not be scored."""
 
 
-class _StatusCollector:
+class _StatusCollector(Collector):
     def __init__(self, status: HubStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
-        yield _gauge("version", "Latest published version", _number(status.version))
+        yield _gauge("version", "Latest published version", -1 if status.version is None else status.version)
         yield _gauge("step", "Completed train steps", status.step)
         yield _gauge("tasks", "Trajectories that are neither finished nor aborted", status.tasks)
         yield _gauge("tasks_waiting", "Trajectories without a lease", status.waiting)
@@ -101,14 +102,13 @@ class _StatusCollector:
         speeds = {name: worker.tokens_per_s for name, worker in workers.items()}
         yield _gauge("worker_tokens_per_second", "Decoded tokens per second", speeds, "worker")
         yield _gauge("worker_leases", "Leases held", {name: w.leases for name, w in workers.items()}, "worker")
-        versions = {name: _number(worker.version) for name, worker in workers.items()}
+        versions = {name: -1 if w.version is None else w.version for name, w in workers.items()}
         yield _gauge("worker_version", "Version served", versions, "worker")
         yield _gauge("wasted_tokens", "Discarded tokens", status.wasted_tokens, "cause")
         yield _gauge("staleness_share", "Share of the last batch's tokens", status.staleness, "versions")
         yield _gauge("bytes_out", "Bytes sent", status.bytes_out, "route")
-        yield _gauge(
-            "publication", "Bytes, density and seconds of the last published version", status.publication, "what"
-        )
+        published = "Bytes, density and seconds of the last published version"
+        yield _gauge("publication", published, status.publication, "what")
         yield _gauge("provisioning", "Quantities of the provisioning rule", status.rule, "what")
         yield _gauge("quarantined", "Workers in quarantine", len(status.quarantine))
         yield _gauge("denied", "Requests without a valid token", status.denied)
@@ -119,9 +119,7 @@ class _StatusCollector:
 
 def prometheus(status: HubStatus) -> str:
     """Return a status in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_StatusCollector(status))
-    return generate_latest(registry).decode()
+    return generate_latest(_StatusCollector(status)).decode()
 
 
 def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label: str = "") -> Metric:
@@ -132,7 +130,3 @@ def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label:
     for value, sample in samples.items():
         gauge.add_metric([value], sample)
     return gauge
-
-
-def _number(version: int | None) -> int:
-    return -1 if version is None else version

@@ -59,7 +59,8 @@ def check_report(
     newest_version: number of the newest published version. text: function that decodes token ids to text that includes
     special tokens; called only if the lease has stop strings.
     """
-    budget = max_length(lease, limits)
+    # number of tokens after the prompt at which the trajectory ends because of its length
+    budget = min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
     num_new = sum(len(segment.token_ids) for segment in report.segments)
     return (
         _too_much(report, limits, grown.num_tokens + num_new, budget)
@@ -68,11 +69,6 @@ def check_report(
         or _wrong_end(lease, report, limits, grown.num_tokens + num_new, budget)
         or _wrong_stop(lease, report, limits, grown, text)
     )
-
-
-def max_length(lease: Lease, limits: ReportLimits) -> int:
-    """Return the number of tokens after the prompt at which a lease's trajectory ends because of its length."""
-    return min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
 
 
 def _too_much(report: Report, limits: ReportLimits, length: int, budget: int) -> str | None:

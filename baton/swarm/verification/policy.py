@@ -305,7 +305,8 @@ class VerificationPolicy:
         if not turn:
             self._taken(name_of(key))  # the trajectory may have been generated again from its prompt
         for author, _, _ in event.parts:  # for an author of several parts, the trajectory is counted once
-            if author.worker not in chosen and author.worker not in excluded and self._concerns(author.grant):
+            is_exempt = author.grant.is_own and not self._settings.own
+            if author.worker not in chosen and author.worker not in excluded and not is_exempt:
                 chosen[author.worker] = self._is_drawn(author, name_of(key), turn) or key in self._remade
         wanted = tuple(part for part in event.parts if chosen.get(part[0].worker))
         if wanted:
@@ -350,11 +351,6 @@ class VerificationPolicy:
         return ReleaseTrajectory(case.key)
 
     # ---- workers -----------------------------------------------------------------------------------------------------
-
-    def _concerns(self, grant: AccessGrant) -> bool:
-        """Return whether the trajectories of workers with this grant are checked. Trajectories of the run's own workers
-        are checked only if the key `own` is set."""
-        return self._settings.own or not grant.is_own
 
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
         """Count a finished trajectory, and return whether to check it. turn: number of tokens before the trajectory's

@@ -127,10 +127,9 @@ def _read(path: Path) -> list[QuarantineRecord]:
         try:
             record = _decoded(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if _is_whole(line):
-                raise UserError(
-                    f"{path}, line {number}, is not a quarantine record: {error}; remove the line"
-                ) from error
+            if line.strip().endswith(b"}"):
+                problem = f"{path}, line {number}, is not a quarantine record: {error}; remove the line"
+                raise UserError(problem) from error
             logger.warning("%s, line %d, is incomplete because writing was interrupted; it is ignored", path, number)
             continue
         if isinstance(record, LiftRecord):
@@ -145,7 +144,3 @@ def _decoded(line: bytes) -> QuarantineRecord | LiftRecord:
         return msgspec.json.decode(line, type=LiftRecord)
     except msgspec.ValidationError:
         return msgspec.json.decode(line, type=QuarantineRecord)
-
-
-def _is_whole(line: bytes) -> bool:
-    return line.strip().endswith(b"}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -154,10 +155,8 @@ def learning_charts(history: History) -> Iterator[Chart]:
     yield from line_charts(history, LEARNING)
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
     if len(parts) > 1:
-        lines = tuple(
-            ChartLine(name, name.split("/")[1], SERIES[i % len(SERIES)], is_smoothed=True)
-            for i, name in enumerate(parts)
-        )
+        named = zip(parts, cycle(SERIES), strict=False)
+        lines = tuple(ChartLine(name, name.split("/")[1], colour, is_smoothed=True) for name, colour in named)
         yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
 
 
@@ -169,7 +168,8 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
         is_zero = all(not curve.values.any() for _, curve in curves)
         if not curves or (chart.is_left_out_if_zero and is_zero):
             continue
-        if chart.repeats and _is_same(curves[0][1], history.curve(chart.repeats)):
+        one, other = curves[0][1], history.curve(chart.repeats)
+        if np.array_equal(one.steps, other.steps) and np.array_equal(one.values, other.values):
             continue
         svg = draw(partial(_paint_lines, chart=chart, curves=curves), y=chart.unit, last_step=history.last_step)
         yield Chart(chart.title, svg, chart.note)
@@ -180,10 +180,6 @@ def smoothing_window(num_steps: int) -> int:
     return max(5, num_steps // 20 | 1)
 
 
-def _is_same(one: Curve, other: Curve) -> bool:
-    return np.array_equal(one.steps, other.steps) and np.array_equal(one.values, other.values)
-
-
 def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[ChartLine, Curve]]) -> None:
     if chart.is_log and any((curve.values > 0).any() for _, curve in curves):
         axes.set_yscale("log")
@@ -192,15 +188,8 @@ def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[ChartLi
         marker = "o" if len(values) <= MARKED else None
         window = smoothing_window(len(values))
         if line.is_smoothed and len(values) > window:
-            axes.plot(
-                curve.steps,
-                values,
-                marker=marker,
-                color=line.colour,
-                alpha=0.5 if len(values) <= 200 else 0.3,
-                lw=0.9,
-                ms=2.5,
-            )
+            alpha = 0.5 if len(values) <= 200 else 0.3
+            axes.plot(curve.steps, values, marker=marker, color=line.colour, alpha=alpha, lw=0.9, ms=2.5)
             smooth = chart.scale * curve.smoothed(window)
             axes.plot(curve.steps, smooth, color=line.colour, lw=2.2, label=line.label)
         else:

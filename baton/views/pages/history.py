@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from math import isfinite
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +54,8 @@ class History:
         """Read the metrics and evaluations of a run. Merges rows of one step; omits values that are not finite."""
         rows: dict[int, dict[str, float]] = {}
         for row in read_metrics(run.path):
-            found = rows.setdefault(row["step"], {})
-            found.update({name: float(value) for name, value in row.items() if name != "step" and _is_finite(value)})
+            values = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+            rows.setdefault(row["step"], {}).update({n: float(value) for n, value in values.items() if isfinite(value)})
         return cls(rows, run.evaluations())
 
     @cached_property
@@ -109,7 +110,3 @@ def evenly(items: Sequence[Item], count: int) -> list[Item]:
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and bool(np.isfinite(value))
