@@ -24,7 +24,7 @@ from baton.records.trace import ASIDE
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
-from baton.swarm.throughput import ThroughputTracker
+from baton.swarm.provisioning import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
 
 MAX_REFUSALS = 64

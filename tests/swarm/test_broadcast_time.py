@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.swarm.hub.membership import Membership
 from baton.swarm.messages import Heartbeat
-from baton.swarm.throughput import ThroughputTracker
+from baton.swarm.provisioning import ThroughputTracker
 from baton.types import PolicyVersion
 
 WORKERS = 50

@@ -23,7 +23,7 @@ from baton.swarm.lease_broker import (
 )
 from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.swarm.messages import Ack, Dropped
-from baton.swarm.worker.outbox import Outbox
+from baton.swarm.worker.session import Outbox
 from baton.types import (
     Abort,
     Author,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.swarm.worker.outbox import Outbox
+from baton.swarm.worker.session import Outbox
 from baton.types import FinishReason, Report, Segment
 
 pytestmark = pytest.mark.timing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.swarm.provisioning import Provisioning, TrainingProgress
-from baton.swarm.throughput import ThroughputTracker
+from baton.swarm.provisioning import Provisioning, ThroughputTracker, TrainingProgress
 
 pytestmark = pytest.mark.timing
 
