@@ -152,7 +152,6 @@ _RESULTS: list[tuple[str, Callable[[_Numbers], Any]]] = [
 
 
 def _generated(dice: random.Random) -> tuple[str, list[tuple[list[Any], Any]]]:
-    """Return a problem about a list of integers, and its tests."""
     (selection, selects), (change, changes) = dice.choice(_SELECTIONS), dice.choice(_CHANGES)
     result, reduces = dice.choice(_RESULTS)
     k, m = dice.randint(2, 9), dice.randint(2, 9)

@@ -162,7 +162,6 @@ class VerificationService:
     # ---- in the service's thread -------------------------------------------------------------------------------------
 
     def _check_waiting(self) -> None:
-        """Check all waiting trajectories, up to `MAX_BATCH` at a time."""
         while cases := self._next_cases():
             try:
                 self._scorer = self._scorer or self._make_scorer()

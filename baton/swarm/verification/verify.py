@@ -213,7 +213,6 @@ def _wild_token(
 def _decided(
     what: str, num_tokens: int, beyond_logprob: int, beyond_draw: int, beyond_typical: int, tolerance: Tolerance
 ) -> VerificationResult:
-    """Return the result that follows from the numbers of tokens beyond each tolerance."""
     numbers = num_tokens, beyond_logprob, beyond_draw, beyond_typical
     tests: tuple[tuple[Test, int, float, str], ...] = (
         ("logprob", beyond_logprob, tolerance.beyond, "have another logprob than reported"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -257,8 +258,7 @@ class _Drawing:
         self.parts.append(f'<rect {place} style="fill:{fill}"{faint}/>')
 
     def _text(self, x: float, y: float, words: str, anchor: str = "start") -> None:
-        safe = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        ink = _ink("--ink-2,#57606a")
+        safe, ink = escape(words, quote=False), _ink("--ink-2,#57606a")
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{ink}">{safe}</text>')
 
 
