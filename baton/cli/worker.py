@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 TURNS = {"sleep": False, "wake": True, "held": None}
-"""Word on the standard input of a tied worker → argument of `SwarmWorker.use_device`. The answer is a line with the
-bytes that the engine holds."""
+"""Word on the standard input of a tied worker → argument of `SwarmWorker.use_device`. The worker answers with one line:
+the number of bytes that the engine occupies."""
 
 
 def worker(

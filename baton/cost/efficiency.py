@@ -1,5 +1,5 @@
-"""Efficiencies: the share of its peak performance that a GPU reaches in each phase. They are defaults, with their
-sources, or come from a calibration file."""
+"""Efficiencies: the share of its peak performance that a GPU reaches in each phase. The values are defaults, whose
+sources are named here, or come from a calibration file."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the bytes of weights on the GPU of a replica that holds the most weights."""
+    """Return the bytes of weights on the GPU that holds the most weights of its replica."""
     full = []
     for stage, count in enumerate(layers):
         tables = (stage == 0) + (stage == len(layers) - 1)

@@ -28,7 +28,8 @@ from baton.specs.workload import Workload
 
 GB = 1e9
 PlanRest = Callable[..., Plan]
-"""Plans the roles other than the reward model, with the arguments (inputs, time_limit_s=seconds). Raises UserError."""
+"""A function that plans all roles except the reward model. Its arguments are (inputs, time_limit_s=seconds). It raises
+UserError."""
 
 
 def plan_with_reward(
@@ -55,7 +56,7 @@ def plan_with_reward(
 
 
 class _Search:
-    """Plans of the other roles for several reward stages."""
+    """Compares candidate reward stages, and makes a plan of the other roles for each candidate."""
 
     def __init__(self, plain: Inputs, model: ModelSpec, plan_rest: PlanRest, least_s: float, left_s: Clock) -> None:
         """plain: the inputs without the reward model. least_s: step time of the best plan for these inputs."""

@@ -198,8 +198,8 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Return a batch with the lengths of `trajectories` times `factor`. `share`: fraction of groups with different
-    rewards."""
+    """Return a batch whose lengths are those of `trajectories`, each multiplied by `factor`. `share`: fraction of
+    groups with different rewards."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}

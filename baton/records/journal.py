@@ -6,8 +6,8 @@ so they survive a kill of any process. `settle` flushes them to disk, so they su
 `settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
 rollouts since the last batch, which are then generated again.
 
-A group is deleted from the journal when a checkpoint was trained on it. A group is open if no recorded batch contains
-it. Every entry has a digest, which is verified when the journal is opened.
+The journal deletes a group when a checkpoint exists whose training included the group. A group is open if no recorded
+batch contains it. Every entry has a digest, which is verified when the journal is opened.
 """
 
 from __future__ import annotations

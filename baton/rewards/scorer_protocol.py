@@ -32,7 +32,7 @@ class Call(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()
     """Token ids of the response as sampled, [L]. For an episode: the ids of all its paths, including observations."""
     episode: Episode | None = None
-    """The episode, without its earlier paths; None for a single-turn task."""
+    """The episode with its last path only; None for a single-turn task."""
     turns: tuple[Message, ...] = ()
     """Turns and observations of an episode. `response` is their text, and `answer` is the answer in the last turn."""
 

@@ -106,7 +106,7 @@ class EngineSettings(Settings):
     slots: int = Field(default=64, ge=8, multiple_of=8)
     """Number of trajectories that an engine generates concurrently; a multiple of 8."""
     max_context_tokens: int = 1024
-    """Maximum tokens of prompt and response together. The KV cache has slots × max_context_tokens."""
+    """Maximum tokens of prompt and response together. The KV cache has room for slots × max_context_tokens tokens."""
     dtype: DTypeChoice = "auto"
     """Dtype of weights and KV cache: bfloat16, float32, or `auto`: bfloat16 if `model.device` is CUDA, else float32."""
     report_every_tokens: int = 256

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 SETTLING = 2
-"""Number of batches after a change that are not measured, because their groups were opened at the previous level."""
+"""After a change of the level, this number of batches is not measured, because the groups of these batches were opened
+at the previous level."""
 MEASURED = 2
 """Number of batches of one measurement."""
 CLOSE = 0.02

@@ -389,7 +389,7 @@ class RolloutScheduler:
         return self._groups[group_id].members[sample_index]
 
     def _release(self, trajectory: TrackedTrajectory, state: TrajectoryState) -> TrackedTrajectory:
-        """End a trajectory's lease or action, and set its next state."""
+        """End the lease or action of a trajectory, and set the trajectory's next state."""
         if trajectory.state is TrajectoryState.ACTING:
             self.num_acting -= 1
         else:

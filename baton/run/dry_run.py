@@ -49,8 +49,8 @@ class Footprint(msgspec.Struct, frozen=True):
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """Peak memory of one trainer rank: weights, gradients, moments, activations and copies. Assumed memory outside of
-    tensors is not included."""
+    """Peak memory of one trainer rank: weights, gradients, moments, activations and copies. Memory outside of tensors,
+    which is only assumed, is not included."""
     engine_bytes: int
     """Memory of an embedded engine with the recipe's slots and context: weights, KV cache, copies."""
     cache_bytes: int

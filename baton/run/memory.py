@@ -67,8 +67,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     on_host: bool = False
     """Whether this is host memory, even if the run uses GPUs."""
     alternates: bool = False
-    """Whether this process uses its GPUs alternately with another process, for which `alternates` is True too. `parts`
-    then includes the memory that the other process keeps on the GPUs while it sleeps."""
+    """Whether this process and another process take turns on the same GPUs. It is True for both processes. `parts` then
+    includes the memory that the other process keeps on the GPUs while it sleeps."""
 
     @property
     def num_bytes(self) -> int:
@@ -167,8 +167,8 @@ def processes_of(
 
     `layout`: this machine's GPUs; None if the run uses a CPU or other machines. On other machines, every process is
     assumed to have its own GPU, except that the embedded engine of a trainer without ranks shares the trainer's GPU. An
-    engine of kind `vllm` takes a fixed share of its GPUs, and is counted only on this machine's GPUs. `most_tokens`:
-    number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`.
+    engine of kind `vllm` takes a fixed share of the memory of its GPUs. It is counted only if its GPUs are in this
+    machine. `most_tokens`: number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)

@@ -75,7 +75,7 @@ class RandomSettings(Settings):
     faults: int = Field(ge=0)
     """Number of faults."""
     until_s: float = Field(gt=0)
-    """Virtual time before which all drawn faults begin."""
+    """All random faults begin before this virtual time."""
     kinds: tuple[Kind, ...] = DRAWN
     """Kinds of fault to draw from."""
 

@@ -117,7 +117,8 @@ class RewardStage(msgspec.Struct, frozen=True):
     """Time in which one trajectory is scored while others are scored too. 0 for a classifier, whose latency is
     `trajectory_s`."""
     context_tokens: int = 0
-    """Maximum tokens of a message to a generative model with its reply; 0 for a classifier."""
+    """Maximum tokens of a message to a generative reward model and of the model's reply, together; 0 for a
+    classifier."""
 
     @property
     def timing(self) -> dict[str, float]:

@@ -273,7 +273,7 @@ class WorkRewardSettings(Settings):
 
 
 class WorkEngineSettings(Settings):
-    """[engine] the engine of the rollout side."""
+    """[engine] of a workload: settings of the engines that generate rollouts."""
 
     shared_prefill: bool = True
     """Prefill each prompt once per group."""

@@ -173,7 +173,7 @@ def _within_groups(
 ) -> list[FloatArray]:
     """Compute the advantage of each turn's return within its group, and assign it to all tokens of the turn. An episode
     without turns counts as one turn. `compare` gets the returns of all members of a group, and the index of the member
-    for each return. It returns one advantage per return."""
+    for each return. Its result has one advantage for each return."""
     places: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
         places.setdefault(outcome.group_id, []).append(place)

@@ -64,7 +64,7 @@ class TrainingSample:
     """[L] experts that the engine reported for each token: empty bytes if it reported none for the token, an empty
     tuple if it reported none for the path."""
     kept: tuple[bytes, ...] = ()
-    """[P] sampling mask of each token of the policy; empty if the engine reported none."""
+    """[P] sampling mask of each token that the policy generated; empty if the engine reported no masks."""
     advantages: FloatArray | None = None
     """[P] Advantage of each token of the policy; None until it is computed."""
 

@@ -83,11 +83,11 @@ class TrainerSettings(Settings):
     several stages the number of ranks per stage. With a smaller value, the ranks of a copy can share a fast network,
     such as the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
     speeds: tuple[float, ...] = ()
-    """Relative speeds of the ranks of a stage that train different rows, in rank order, such as [2, 1]. Each rank gets
-    rows in proportion to its speed. The maximum number of tokens of its microbatches is `max_tokens_per_microbatch`
-    times its speed divided by the largest speed. The speeds change the update only by rounding errors. `baton train
-    --plan` sets the key for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are
-    equally fast."""
+    """Relative speeds of the data-parallel ranks of each stage, in rank order, such as [2, 1]. Each rank gets rows in
+    proportion to its speed. The maximum number of tokens of its microbatches is `max_tokens_per_microbatch` times its
+    speed divided by the largest speed. The speeds change the update only by rounding errors. `baton train --plan` sets
+    the key for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally
+    fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory and
     takes more time."""

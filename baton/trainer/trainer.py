@@ -35,7 +35,8 @@ class PublishedWeights:
 
 
 def new_version_path(directory: Path, version: PolicyVersion) -> Path:
-    """Return a path for the file of a version. Each call returns another path, even for the same version."""
+    """Return a path at which the weights of a version can be written. Each call returns another path, even for the same
+    version."""
     return directory / f"{version.lineage}-{version.number}-{secrets.token_hex(4)}.safetensors"
 
 

@@ -76,7 +76,8 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     requeue: tuple[str, ...]
     """Names of the worker's finished trajectories that were not trained on, to be generated again."""
     trained: tuple[tuple[str, int], ...]
-    """(trajectory, train step) of the newest trajectories that were trained on, at most `REMEMBERED_TRAINED`."""
+    """Pairs (trajectory, train step) of the trajectories that were trained on last; at most `REMEMBERED_TRAINED`
+    pairs."""
     num_trained: int
     num_checked: int
     num_finished: int

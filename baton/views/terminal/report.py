@@ -128,7 +128,7 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
 
 
 def print_warm_start(console: Console, report: WarmStartReport, run: Path) -> None:
-    """Print the evaluations of a warm start, and the paths of its model and run."""
+    """Print the results of the evaluations in a warm start, and the paths of its model and its run directory."""
     if report.evaluations:
         print_evaluations(console, report.evaluations)
     console.print(f"model: {report.output}\nrun: {run}")

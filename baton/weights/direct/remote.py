@@ -45,7 +45,8 @@ class RemoteSource(Protocol):
 
 
 class RemoteTensors(dict[str, torch.Tensor]):
-    """A version whose tensors the ranks of a trainer hold: name → tensor on the meta device."""
+    """A version whose tensors are in the memory of the trainer's ranks. The values of this mapping are tensors on the
+    meta device, which have only a shape and a dtype."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: tuple[int, ...]) -> None:
         """`bucket_bytes`: size of each bucket that the ranks send, in bytes."""

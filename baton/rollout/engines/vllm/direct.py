@@ -99,8 +99,8 @@ class DirectLoad:
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
-        the caller must then leave the engine paused. If replicas share `direct.versions`, the version must have been
-        offered there; raises WeightsFault if a newer version was offered since."""
+        the caller must then leave the engine paused. If replicas share `direct.versions`, the caller must have offered
+        the version to it before. Raises WeightsFault if a newer version has been offered since then."""
         sender = self._versions.sender
         if not self._is_shared:
             self._versions.offer(tensors, version)
