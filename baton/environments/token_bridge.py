@@ -78,7 +78,7 @@ class TokenBridge:
         self._markers = _any_of((special | set(map(str, around))) - _KEPT)
         self._hidden = {i for i, token in added.items() if token.special and str(token) not in _KEPT}
         self.tool_format = self._derive_tool_format()
-        """How the template writes tools; None if the form in which it writes calls is unknown."""
+        """How the template writes tools and tool calls; None if its format of tool calls is unknown."""
 
     @property
     def removes_thoughts(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """Chooses the GPUs of the reward model: k GPUs of one type, by a search over types and k.
 
 Each GPU holds the whole reward model and scores a trajectory in time t. For each choice, the other GPUs are planned
-with the scoring time of this choice. Three rules skip choices that cannot be better. First, a step takes at least
-N · t / k, the time to score a batch of N trajectories. Second, when scoring no longer lengthens the step, a larger k
-only takes GPUs from the other roles. Third, the search begins at the smallest k that scores a batch within the step
-time of a plan without scoring.
+with the scoring time of this choice. Three rules skip choices that cannot be better. First, a step takes at least N · t
+/ k, the time to score a batch of N trajectories. Second, when scoring no longer lengthens the step, a larger k only
+takes GPUs from the other roles. Third, the search begins at the smallest k with which scoring a batch takes no longer
+than a step takes without scoring.
 """
 
 from __future__ import annotations

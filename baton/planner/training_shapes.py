@@ -425,8 +425,8 @@ def _kinds(
     terms: Sequence[StageTerms],
     in_flight: Floats,
 ) -> list[list[_Kind]]:
-    """Return three `_Kind` for each pool: its stages at the start, in the middle and at the end of the pipeline. The
-    only stage of a one-stage pipeline counts as its end."""
+    """Return three objects of `_Kind` for each pool: one for stages at the start of the pipeline, one for the middle,
+    one for the end. The only stage of a one-stage pipeline counts as its end."""
     found = []
     depth = np.sum([part.stages for part in shapes], axis=0)
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):

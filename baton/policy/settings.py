@@ -53,8 +53,8 @@ class ScratchSettings(Settings):
     """[scratch] Shape of a randomly initialised model."""
 
     vocab_size: int = Field(default=512, ge=265)
-    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 9 special tokens and tags, and merges. Each digit and
-    symbol is one token. With the minimum 265, there are no merges."""
+    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 9 special tokens (which include the tags), and the
+    merges. Each digit and symbol is one token. With the minimum 265, there are no merges."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4

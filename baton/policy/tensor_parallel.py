@@ -21,8 +21,8 @@ from baton.specs.trainer_shapes import can_split
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicated_with_grad_allreduce",)
-"""Styles in `base_model_tp_plan` for layers of which every rank holds all weights, but which it applies only to its own
-attention heads. The gradients of these layers must be summed over the ranks."""
+"""Styles in `base_model_tp_plan` for layers whose weights are whole on every rank, although each rank applies them to
+its own attention heads only. The gradients of these layers must be summed over the ranks."""
 
 
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:

@@ -69,7 +69,8 @@ class ScorerProcess(Protocol):
 
 
 Launch = Callable[[], Awaitable[ScorerProcess]]
-"""Function that starts a process. Raises UserError if the process cannot start, and MachineGone."""
+"""Function that starts a process. Raises UserError if the process cannot start, and MachineGone if its machine is
+lost."""
 
 
 def _late(calls: Calls, deadline_s: float) -> Outcomes:
@@ -133,9 +134,9 @@ class WorkerPool:
         self._isolation = ""
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
-        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers, and MachineGone.
-        `spec`: index in `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same
-        time."""
+        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers, and MachineGone if
+        its machine is lost. `spec`: index in `ScorerSetup.specs`. `may_share`: whether other calls may run in the same
+        process at the same time."""
         if may_share:
             worker = await asyncio.shield(self._shared_worker())
             try:

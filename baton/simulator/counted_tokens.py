@@ -13,7 +13,7 @@ from baton.types import Lease, Report, Segment, TokenColumn
 ORIGIN = 2**20
 """Difference between the values of tokens that have the same position and consecutive origins."""
 NUM_ORIGINS = 2**11 - 1
-"""Number of different origins above 0, so that all values are below 2^31."""
+"""The origins are 0 to `NUM_ORIGINS`. With this number, all values are below 2^31."""
 
 
 class CountedTokens(TokenColumn[Any]):

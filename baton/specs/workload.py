@@ -179,8 +179,8 @@ class Workload(msgspec.Struct, frozen=True):
 
         With staleness bound η and batch size B, at most (η + 1)·B trajectories are running, buffered or in training. B
         trajectories are in training, and B/2 are buffered on average, which leaves (η − ½)·B. A finished trajectory
-        counts until its group is complete, so only the share E[L] / E[longest of the group] is running. Without overlap
-        (η = 0), all B trajectories of a batch may run.
+        counts as running until its group is complete, so the share of trajectories that really run is E[L] / E[longest
+        of the group]. Without overlap (η = 0), all B trajectories of a batch may run.
         """
         if self.max_staleness == 0:
             return float(self.num_trajectories)

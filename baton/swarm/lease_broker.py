@@ -327,7 +327,8 @@ class LeaseBroker:
         return [found for command in commands if (found := self.apply(command)) is not None]
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
-        """Apply a command of the lease table. Return the resulting command for the hub, or None if there is none."""
+        """Apply a command from the lease table. Return the resulting command for the hub; None if the hub need not do
+        anything."""
         match command:
             case ev.GrantLease():
                 return self._grant(command)

@@ -180,7 +180,7 @@ class EvalTaskSettings(ProblemSettings):
 
 
 class TaskMixture:
-    """All tasks of a recipe and their weights, and its test sets."""
+    """All tasks of a recipe with their weights, and the recipe's test sets."""
 
     def __init__(
         self,

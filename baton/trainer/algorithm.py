@@ -81,7 +81,7 @@ class AlgorithmSettings(Settings):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
     critic: Literal["separate", "shared"] = "separate"
-    """Critic of the advantage `gae`: `separate` is a second model, initialised as a copy of the policy; `shared` is a
+    """Critic for `advantage = "gae"`: `separate` is a second model, initialised as a copy of the policy; `shared` is a
     value head on the policy."""
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of a separate critic, with the policy's warm-up and decay. Default: ten times trainer.lr,

@@ -213,7 +213,7 @@ def aggregate(values: torch.Tensor, inputs: LossInputs, aggregation: Aggregation
     """Sum values [B, K] to a scalar, which the caller divides by `divisor`.
 
     `sequence_mean`: Σ_i (1/T_i) Σ_t with T_i trained tokens in the episode of row i; a row without trained tokens adds
-    0. Other aggregations: Σ_i Σ_t over the trained tokens.
+    0. The other aggregations sum the values of all trained tokens: Σ_i Σ_t.
     """
     sums = torch.where(inputs.mask, values, 0.0).sum(-1)
     if aggregation != "sequence_mean":

@@ -96,7 +96,8 @@ def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> Pieces:
 
 
 def _write_changed(writer: BitWriter, before: Words, rest: Ints) -> Ints:
-    """Append the positions `rest` of the changed elements, bucket by bucket; return them in the same order."""
+    """Write the positions of changed elements (`rest`) to `writer`, one bucket after another. Return the positions in
+    the order in which they were written."""
     high = magnitudes(before[rest])
     limits = bucket_limits(before, high)
     writer.number(len(limits))

@@ -155,7 +155,8 @@ class Publisher:
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
     ) -> Iterator[tuple[Manifest, float | None]]:
         """Write the chunks of a version; yield its manifest, which must then be stored, and the density. A keyframe's
-        manifest is yielded twice: without the whole encoding, which takes longer than the delta, and with it."""
+        manifest is yielded twice: first with the delta only, and again when the whole encoding, which takes longer, is
+        complete."""
         base, ways, density = self._base, [], None
         if (
             base is not None

@@ -22,8 +22,7 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout of a call to a remote file system in seconds, to which the number of bytes / `SLOWEST_BYTES_PER_S` is
-added."""
+"""Timeout in seconds of a call to a remote file system. A call gets bytes / `SLOWEST_BYTES_PER_S` more."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32

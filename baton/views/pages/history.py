@@ -32,7 +32,8 @@ class Curve:
     """Values of the metric, shape [steps]."""
 
     def smoothed(self, window: int) -> Floats:
-        """Return the centred moving mean [steps] over `window` values (an odd number), or fewer at both ends."""
+        """Return the centred moving mean, [steps]. Each mean is over `window` values, an odd number, and over fewer
+        values at both ends."""
         sums = np.cumsum(np.concatenate(([0.0], self.values)))
         places = np.arange(len(self.values))
         low = np.maximum(0, places - window // 2)

@@ -52,7 +52,7 @@ class Communicator(Protocol):
 
 
 Connect = Callable[[ReplicaLink, str, direct.DirectRules], Communicator]
-"""Function (replica, name, rules) → a new communicator of this name with the replica."""
+"""Function (replica, name, rules) that creates a communicator with the replica and returns it."""
 
 
 class DirectSender:

@@ -124,7 +124,7 @@ class OutgoingVersion:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`base`: the version to which the difference is computed; it can be freed afterwards."""
+        """`base`: the version relative to which the difference is computed. The caller can free it after this call."""
         self.tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self.version, self._bucket_bytes = version, bucket_bytes
         self._base = None if base is None else base.version

@@ -74,8 +74,8 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Return the cheapest classes as a tuple: for each class, the index in `_kv_lengths` of its scanned positions;
-        for each class, the number of rows up to its end, sorted by length; the cost of a step."""
+        """Sort the rows by length and divide them into the cheapest classes. Return (indices in `_kv_lengths` of the
+        number of positions that each class scans, number of rows up to the end of each class, cost of a step)."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

@@ -88,8 +88,8 @@ class Rescorer:
         self.version = version
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Score the policy tokens of each claim that belong to the loaded version; return one result per claim. All ids
-        must be within the vocabulary, which `swarm/verification/checks.py` verifies first."""
+        """For each claim, score the policy tokens that the loaded version generated. Return one result per claim. All
+        ids must be within the vocabulary, which `swarm/verification/checks.py` verifies first."""
         assert self.version is not None, "no version has been loaded"
         rows = [_row(claim, self.version) for claim in claims]
         found: dict[int, Rescored] = {}

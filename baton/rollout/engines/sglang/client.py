@@ -6,9 +6,9 @@
 | loop: the ender   | rows to abort    | /abort_request                   | the streams     | the end of each stream   |
 
 **A request has ended when its stream has ended.** All generated tokens arrive before the end of the stream, so no token
-is lost or attributed to the next version. An abort that reaches the server before the aborted request has no effect, so
-aborts are repeated until the stream ends. Before new weights are loaded, aborts are repeated until no stream is open
-and the server reports a load of zero.
+is lost or attributed to the next version. An abort has no effect if it reaches the server before the request does.
+Aborts are therefore repeated until the stream ends. Before new weights are loaded, aborts are repeated until no stream
+is open and the server reports a load of zero.
 
 All request ids have the same length, because SGLang aborts every request whose id begins with the given id.
 """

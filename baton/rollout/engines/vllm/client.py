@@ -81,7 +81,8 @@ class VllmClient(EngineClient):
         return int(taken[0])
 
     def load_adapter(self, directory: str, label: str) -> None:
-        """Load an adapter in PEFT's form in all workers, in place of the last. Call between `pause` and `resume`."""
+        """Load an adapter in PEFT's format in all workers of the replica. The adapter replaces the previous one. Call
+        between `pause` and `resume`."""
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:

@@ -67,7 +67,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """An engine on vLLM."""
 
     direct: DirectLoad | None = None
-    """Loads versions from the trainer's memory; None if versions are loaded from files in memory."""
+    """Loads versions directly from the memory of the trainer's process. None if vLLM reads versions from files in
+    `/dev/shm`."""
     _freed: tuple[str, ...] = ()
     """Parts of vLLM's device memory that are freed, by the names that vLLM gives them."""
     _incoming = PolicyVersion("", -1)

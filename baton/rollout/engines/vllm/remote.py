@@ -35,7 +35,7 @@ _STEP_S = 0.05
 
 
 class Step(msgspec.Struct, frozen=True, tag="Step"):
-    """New leases and aborts, and a request to generate. The answer is `Progress`."""
+    """A request to generate, with the leases and aborts since the previous request. The answer is `Progress`."""
 
     messages: tuple[Lease | Abort, ...]
     flushes: bool = False
