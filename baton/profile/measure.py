@@ -31,6 +31,7 @@ from baton.profile.whole_steps import with_whole_steps
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.run.assemble import engines_beside, set_up_torch
+from baton.run.resume import with_dtypes
 from baton.specs.cluster import find_gpu, gpu_types
 from baton.specs.model import read_model
 from baton.trainer import alarms
@@ -54,6 +55,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     `companion` is a command that runs a busy engine. If the recipe has several engine processes on a CPU, one process
     is measured while the others are busy, because all processes share memory and cores.
     """
+    recipe = with_dtypes(recipe)  # as in a run: the cost model needs the bytes per element
     device = torch_device(recipe.model.device)
     on_cpu = device.type == "cpu"
     name = gpu or _gpu_name(device)

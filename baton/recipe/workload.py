@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from baton.errors import UserError
+from baton.policy.settings import dtype_on
 from baton.recipe.changes import with_current_keys
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -37,11 +38,12 @@ def read_workload(path: Path) -> Workload:
         raise UserError(f"{path}: {error}") from error
 
 
-def recipe_workload(recipe: Recipe) -> Workload:
+def recipe_workload(recipe: Recipe, gpu: str = "") -> Workload:
     """Return the workload of a recipe. All lengths are one token, because a recipe does not determine lengths.
-    `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training do not overlap."""
+    `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training do not overlap.
+    gpu: GPU type of the engines, on which `engine.dtype = "auto"` depends; by default, a GPU and not `CPU`."""
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
-    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
+    width = 4.0 if dtype_on("cpu" if gpu == "CPU" else "cuda", recipe.engine.dtype) == "float32" else 2.0
     return Workload(
         name=recipe.run.name,
         groups=rules.batch_groups,

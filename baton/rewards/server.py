@@ -114,7 +114,8 @@ class GenerativeModel:
             stderr=subprocess.STDOUT,
             env=environment_of(str(device), self._key, os.environ),
         )
-        threading.Thread(target=self._read_output, daemon=True).start()
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
+        self._reader.start()
         self._await_health()
         threading.Thread(target=self._end_with_the_server, daemon=True).start()
 
@@ -184,6 +185,8 @@ class GenerativeModel:
             self._tail = (self._tail + piece)[-LOG_BYTES:]
 
     def _shown(self) -> str:
+        if self._process.poll() is not None:
+            self._reader.join(1.0)  # a process of the server may hold the pipe open
         lines = self._tail.decode(errors="replace").splitlines()
         text = " | ".join(line.strip() for line in lines[-8:] if line.strip())
         return "".join(each if each.isprintable() else "?" for each in text)[-1500:] or "none"

@@ -67,7 +67,7 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     on_host: bool = False
     """Whether this is host memory, even if the run uses GPUs."""
     alternates: bool = False
-    """Whether this process and another process take turns on the same GPUs. It is True for both processes. `parts` then
+    """Whether this process and another process use the same GPUs alternately. It is True for both processes. `parts` then
     includes the memory that the other process keeps on the GPUs while it sleeps."""
 
     @property

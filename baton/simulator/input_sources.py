@@ -266,7 +266,7 @@ class RecipeSource:
         )
 
     def _work(self, recipe: Recipe) -> tuple[Workload, list[str]]:
-        own = recipe_workload(recipe)
+        own = recipe_workload(recipe, self.gpu)
         known = self.work
         notes: list[str] = []
         if known is not None:

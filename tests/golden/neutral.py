@@ -236,8 +236,8 @@ def canonical(value: object) -> str:
         case tuple() | list():
             return "[" + ",".join(map(canonical, value)) + "]"
     values = msgspec.structs.astuple(value)  # type: ignore[arg-type]
-    if isinstance(value, pl.ProcessSpec) and not value.ranks:
-        values = values[:-1]  # the field is newer than the recorded logs
+    if isinstance(value, pl.ProcessSpec):  # the last two fields are newer than the recorded logs
+        values = values[:-2] + tuple(field for field in values[-2:] if field)
     return "(" + ",".join(map(canonical, values)) + ")"
 
 

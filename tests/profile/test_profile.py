@@ -61,10 +61,11 @@ def test_a_name_outside_the_catalogue_is_refused(small: Any, tmp_path: Path) -> 
 def test_the_trainer_is_measured_with_as_many_threads_as_in_a_run(
     small: Any, monkeypatch: pytest.MonkeyPatch, mode: str, threads: int
 ) -> None:
-    changes = {"rollout.mode": mode, "engine.processes": 2, "run.threads": 0}
+    changes = {"rollout.mode": mode, "engine.processes": 2, "run.threads": 0, "engine.dtype": "auto"}
     seen: list[int] = []
 
     def measured(recipe: Recipe, threads: int, say: Any) -> None:
+        assert recipe.engine.dtype == "float32"  # as in a run, whose predictions use the calibration
         seen.append(threads)
         raise InterruptedError
 

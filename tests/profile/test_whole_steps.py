@@ -45,6 +45,14 @@ def test_in_sync_a_simulation_has_the_times_of_the_run_that_it_was_fitted_to(sma
     assert [point.seconds for point in points] == [measured[term] for term in ("step", "generation", "training")]
 
 
+def test_by_default_an_engine_on_a_cpu_is_simulated_in_float32(small: Any) -> None:
+    times = [
+        simulated(load_recipe(Recipe, small.recipe, {"engine.dtype": dtype}), KNOWN, small.run).generate_s
+        for dtype in ("auto", "float32", "bfloat16")
+    ]
+    assert times[0] == times[1] > times[2]
+
+
 def test_in_async_the_slowdowns_beside_each_other_are_found_again(small: Any, tmp_path: Path) -> None:
     """The rows are those of a simulated run: its trainer is 1.3 times as slow as known, and 1.6 times as slow again
     while trajectories run; its engines are 1.4 times as slow as known."""

@@ -130,7 +130,7 @@ def test_a_token_without_its_mask_is_an_error(engine: VllmEngine, llm: FakeLlm, 
     llm.masks = masks
     engine.submit(lease(TRUNCATED))
     with pytest.raises(
-        EngineFault, match=r"trajectory 0/0: vLLM reported [02] sampling masks for 2 tokens, or one with"
+        EngineFault, match=r"trajectory 0/0: vLLM reported [02] sampling masks for 2 tokens, or a mask without"
     ):
         segments(engine)
 

@@ -400,10 +400,10 @@ def test_a_full_disk_names_the_file_and_the_way_back(
     loop = build_loop(wanted, TerminalObserver(console, 9), resume=False, overwrite=False)
     write = loop.run.write_groups
 
-    def write_groups(step: int, groups: Any) -> None:
+    def write_groups(step: int, groups: Any, source: Any = "batch") -> None:
         if step == 4:
             raise OSError(28, "No space left on device", "step_000004.jsonl.gz")
-        write(step, groups)
+        write(step, groups, source)
 
     monkeypatch.setattr(loop.run, "write_groups", write_groups)
     with pytest.raises(StorageFault, match=r"full: step_000004.*after train step 3.*checkpoint is .*step_000002"):

@@ -145,7 +145,7 @@ def test_alarms_are_said_when_they_appear_and_not_while_they_stay(caplog):
     (line,) = said(policy__mismatch_kl=0.02)
     assert line.startswith("policy/mismatch_kl is 0.02 nats per token, above 0.01: engine and trainer compute")
     (line,) = said(policy__mismatch_kl=0.03, policy__ess=0.25)
-    assert line.startswith("policy/ess is 0.25, below 0.5:")
+    assert line.startswith("policy/ess (effective sample size per trained token) is 0.25, below 0.5:")
     assert "'token_tis'" in line
     (line,) = said(policy__mismatch_kl=0.03, policy__ess=0.25, policy__logprob_diff_max=5.5)
     assert line.startswith("policy/logprob_diff_max is 5.5 nats, above 5: engine and trainer compute")
