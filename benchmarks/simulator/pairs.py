@@ -1,7 +1,8 @@
 """Predictions of runs in mode `async`, from profiles that alternate with the runs.
 
     python -m benchmarks.simulator.pairs measure near fast slow --pairs 4   # 12 minutes and 2 for each calibration
-    python -m benchmarks.simulator.pairs compare near fast slow             # prints the tables of the README
+    python -m benchmarks.simulator.pairs compare near fast slow             # simulates: minutes for each case
+    python -m benchmarks.simulator.pairs table near fast slow               # prints the table of the README
 
 `measure` makes one calibration of each case with `baton profile`, then pairs of runs: one with the seed and the number
 of steps of the run in `baton profile`, and one that is predicted. `compare` fits the calibration to each run of the
@@ -155,18 +156,25 @@ def compared(case: str) -> dict[str, Any]:
     }
 
 
-def row(case: str, term: str, found: dict[str, Any]) -> str:
-    """Return a row of the table: mean of the measured values and their span, and measured ÷ predicted − 1."""
+def row(case: str, term: str, found: dict[str, Any], without: str | None = None) -> str:
+    """Return a row of the table: mean of the measured values and their span, and measured ÷ predicted − 1. without:
+    name of a calibration to leave out."""
     every = list(found["runs"].values())
     values = [each["measured"][term] for each in every]
     mean = statistics.fmean(values)
-    errors = [each["measured"][term] / told[term] - 1 for each in every for told in each["predicted"].values()]
+    errors = [
+        each["measured"][term] / told[term] - 1
+        for each in every
+        for name, told in each["predicted"].items()
+        if name != without
+    ]
     own = [each["measured"][term] / each["predicted_by_own_fit"][term] - 1 for each in every]
     changed = [
         told[term] / each["predicted"][name][term] - 1
         for each in every
         for predictions in each["changed"].values()
         for name, told in predictions.items()
+        if name != without
     ]
     within = sum(abs(error) <= 0.15 for error in errors)
     middle = statistics.median(errors)
@@ -180,21 +188,22 @@ def row(case: str, term: str, found: dict[str, Any]) -> str:
 def main() -> None:
     """Measure or compare the given cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("measure", "compare"))
+    parser.add_argument("command", choices=("measure", "compare", "table"))
     parser.add_argument("cases", nargs="+", choices=tuple(CASES))
     parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--without-profile", action="store_true", help="table: leave out the calibrations of `measure`")
     arguments = parser.parse_args()
     if arguments.command == "measure":
         for case in arguments.cases:
             measure(case, arguments.pairs)
         return
     raw = json.loads(RAW.read_text()) if RAW.exists() else {}
-    raw |= machine()
+    if arguments.command == "compare":
+        raw |= machine() | {case: compared(case) for case in arguments.cases}
+        RAW.write_text(json.dumps(raw, indent=1) + "\n")
     for case in arguments.cases:
-        raw[case] = compared(case)
         for term in ("step", "generation", "training", MEMORY, "staleness", "carried groups"):
-            print(row(case, term, raw[case]), flush=True)
-    RAW.write_text(json.dumps(raw, indent=1) + "\n")
+            print(row(case, term, raw[case], "profile" if arguments.without_profile else None))
 
 
 if __name__ == "__main__":
