@@ -67,8 +67,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     on_host: bool = False
     """Whether this is host memory, even if the run uses GPUs."""
     alternates: bool = False
-    """Whether this process and another process use the same GPUs alternately. It is True for both processes. `parts` then
-    includes the memory that the other process keeps on the GPUs while it sleeps."""
+    """Whether this process and another process use the same GPUs alternately. It is True for both processes. `parts`
+    then includes the memory that the other process keeps on the GPUs while it sleeps."""
 
     @property
     def num_bytes(self) -> int:
