@@ -238,7 +238,7 @@ def _hub(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> ProcessMemory:
     values = model.params if recipe.lora is None else adapter_params(model, recipe.lora.rank)
     version = _published_bytes(recipe, on_cpu=on_cpu) * float(values)
     largest_version = version if recipe.lora is None else base
-    sizes = {"parts that are coded": min(CODERS * _CODED_PART_BYTES, 10 * largest_version)}
+    sizes = {"parts that are coded": min((CODERS + 1) * _CODED_PART_BYTES, 10 * largest_version)}
     if recipe.lora is not None:
         sizes["largest tensor of the base weights"] = 4.0 * model.embedding_params
     memory = memory_directory()

@@ -8,8 +8,8 @@ nothing.
     switch    hold the copy
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. The
-held version and the copy are mapped files (`flat_buffer.py`); a fetch needs memory for four chunks and one part per
-thread (`CODERS`).
+held version and the copy are mapped files (`flat_buffer.py`); a fetch needs memory for four chunks and
+`CODERS` + 1 parts.
 """
 
 from __future__ import annotations
