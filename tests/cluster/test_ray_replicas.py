@@ -113,17 +113,6 @@ class RayRun(Run):
         self.replicas.close()
         self.cluster.leave()
 
-    def load(self, number: int) -> int:
-        """Load versions until both replicas serve the last one, and return its number. On a busy machine, a replica may
-        be so late that it is not awaited."""
-        for later in range(number, number + 50):
-            self.port.load_weights(tensors(later), version(later))
-            if self.serving == [0, 1]:
-                return later
-            for _ in range(10):
-                self.pump()
-        raise AssertionError([(each.name, each.cause) for each in self.port.replicas])
-
     def call(self, index: int, method: str, info: Any) -> None:
         self.port.replicas[index].engine.call_workers(method, info, LIMIT_S)  # type: ignore[attr-defined]
 

@@ -43,6 +43,8 @@ pytestmark = [pytest.mark.timing, pytest.mark.slow]
 TIMEOUT_S = 4.0
 """Deadline of each phase of a transfer."""
 LIMIT_S = 60.0
+RESTART_S = 180.0
+"""Deadline of the start of a new replica on a busy machine."""
 LONG = 10**6
 """Tokens of a response that is never finished."""
 
@@ -185,6 +187,20 @@ class Run:
             assert time.monotonic() < end_s, [(r.name, r.is_serving, r.cause) for r in self.port.replicas]
             self.pump()
 
+    def load(self, number: int) -> int:
+        """Load versions until both replicas serve the last one, and return its number. `load_weights` does not wait for
+        a replica that has started again, so the pause before each further version is longer."""
+        end_s, later = time.monotonic() + RESTART_S, number
+        while True:
+            self.port.load_weights(tensors(later), version(later))
+            pause_s = time.monotonic() + min(0.2 * (later - number + 1), TIMEOUT_S)
+            while self.serving != [0, 1] and time.monotonic() < pause_s:
+                self.pump()
+            if self.serving == [0, 1]:
+                return later
+            assert time.monotonic() < end_s, [(each.name, each.cause) for each in self.port.replicas]
+            later += 1
+
     def check_tokens(self) -> None:
         """Every token was sampled from the whole weights of the version that its segment names."""
         assert all(token == number for tokens in self.tokens.values() for token, number in tokens)
@@ -273,13 +289,7 @@ def test_a_signal_to_a_replica_at_any_stage_delays_no_other(
     one.until(lambda: sum(any(n == 2 for _, n in tokens) for tokens in one.tokens.values()) >= ProcessEngine.slots)
     if number == signal.SIGSTOP:
         victim.cont()
-    for later in range(3, 40):
-        one.port.load_weights(tensors(later), version(later))
-        if one.serving == [0, 1]:
-            break
-        for _ in range(10):
-            one.pump()
-    assert one.serving == [0, 1]
+    one.load(3)
     assert one.refused, "trajectories have moved"
     for lease_id in list(one.leases):
         one.port.send(Abort(lease_id))
@@ -300,10 +310,7 @@ def test_a_replica_that_is_killed_while_it_generates_is_started_again(run: Calla
     one.check_tokens()
     one.until(lambda: one.port.replicas[1].is_running)
     assert one.serving == [0], "the new process has no whole version"
-    one.port.load_weights(tensors(2), version(2))
-    one.until(lambda: one.serving == [0, 1] or one.port.replicas[1].is_loading is False)
-    one.port.load_weights(tensors(3), version(3))
-    one.until(lambda: one.serving == [0, 1])
+    one.load(2)
 
 
 def test_without_any_replica_the_run_ends_with_the_causes(run: Callable[..., Run]) -> None:
