@@ -37,6 +37,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "ranks": (QUICKSTART, ["trainer.ranks=2"]),
     "swarm": (QUICKSTART, ["engine.processes=0", "swarm.workers=2"]),
     "smollm2": (SMOLLM2, []),
+    "smollm2-partial": (SMOLLM2, ["engine.processes=0", "rollout.mode=partial"]),
+    "smollm2-async": (SMOLLM2, ["engine.processes=1", "rollout.mode=async"]),
+    "smollm2-ranks": (SMOLLM2, ["trainer.ranks=2"]),
+    "smollm2-swarm": (SMOLLM2, ["engine.processes=0", "swarm.workers=2"]),
 }
 """Case → recipe and overrides."""
 PROFILE_STEPS = {QUICKSTART: 16, SMOLLM2: 4}
