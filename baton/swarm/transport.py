@@ -13,7 +13,6 @@ changes.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from queue import Empty
 from typing import Any
@@ -102,11 +101,7 @@ class SwarmTransport:
 
     def stats(self) -> EngineStats:
         """Return the sums, over all workers, of the counters in each worker's last heartbeat."""
-        total: Counter[str] = Counter()
-        for peer in list(self._members.peers.values()):
-            for name in EngineStats.__struct_fields__:
-                total[name] += getattr(peer.stats, name)
-        return EngineStats(**total)
+        return EngineStats.total(peer.stats for peer in list(self._members.peers.values()))
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         self._progress.consumed(step, groups)

@@ -24,6 +24,8 @@ from baton.specs.cluster import ClusterSettings
 _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
+START_DEADLINE_S: Final = 120.0
+"""Maximum seconds for Ray to grant the resources of a process and to start its actor."""
 GET_S: Final = 60.0
 """Maximum seconds to fetch a result that Ray reports as ready. The machine with the result may have failed since
 then."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from baton.cluster.inventory import Machine
 from baton.cluster.placement import ProcessSpec
 from baton.cluster.ray.actors import PIECE_BYTES, RankActor
-from baton.cluster.ray.connection import GET_S, RayCluster
+from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster
 from baton.errors import Fault, RankLost, first_line
 from baton.files import writing
 from baton.trainer.parallel.messages import (
@@ -27,8 +27,6 @@ from baton.trainer.parallel.messages import (
     encode,
 )
 
-START_DEADLINE_S: Final = 120.0
-"""Maximum seconds for Ray to grant the resources and to start the actors."""
 CLOSE_GRACE_S: Final = 5.0
 """Maximum seconds for the actors to close before they are killed."""
 

@@ -16,15 +16,13 @@ import msgspec
 from baton.clock import time_left
 from baton.cluster.inventory import CPU, Machine
 from baton.cluster.placement import ProcessPart, ProcessSpec
-from baton.cluster.ray.connection import GET_S, RayCluster
+from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster
 from baton.errors import DeadlineExceeded, EngineFault, first_line
 from baton.rollout.engines.client import START_TIMEOUT_S
 from baton.rollout.engines.vllm.remote import CHECK, Done, RemoteReplica, ReplicaServer, encode
 from baton.rollout.processes.protocol import Start
 from baton.weights.direct.settings import DirectTransfer
 
-START_DEADLINE_S: Final = 120.0
-"""Maximum seconds for Ray to grant the resources of a replica."""
 RETURN_S: Final = 600.0
 """Maximum seconds that a replica waits for its machine, which has left the cluster, to join again."""
 _POLL_S: Final = 0.5

@@ -11,20 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from baton.cluster.inventory import CPU, Machine
 from baton.cluster.placement import ProcessSpec
 from baton.cluster.ray.actors import RewardActor
-from baton.cluster.ray.connection import RayCluster
+from baton.cluster.ray.connection import START_DEADLINE_S, RayCluster
 from baton.errors import UserError, first_line
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.pool import Calls, Launch, MachineGone, Outcomes, ScorerProcess, WorkerExited
-
-START_DEADLINE_S: Final = 120.0
-"""Maximum seconds for Ray to grant the resources of a reward model and to start its actor."""
 
 
 class RayRewards:

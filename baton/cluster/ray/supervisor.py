@@ -27,7 +27,7 @@ from baton.cluster import supervision as sv
 from baton.cluster.inventory import CPU, Machine, machines
 from baton.cluster.placement import Placement, ProcessSpec
 from baton.cluster.ray.actors import GRACE_S, WorkerActor, WorkerArguments, end_session
-from baton.cluster.ray.connection import GET_S, RayCluster
+from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster
 from baton.cluster.replanning import Replanner, ReplanResult
 from baton.errors import EngineFault, RankLost, first_line
 from baton.recipe.recipe import Recipe
@@ -38,8 +38,6 @@ from baton.trainer.parallel.messages import HOW_TO_GO_ON
 POLL_S: Final = 0.5
 EXIT_S: Final = 5.0
 """Maximum seconds to learn the exit code of a worker that has not answered."""
-START_DEADLINE_S: Final = 120.0
-"""Maximum seconds for Ray to grant the resources of a worker and to start its actor."""
 
 
 @dataclass(slots=True)
