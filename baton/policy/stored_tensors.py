@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from baton.files import writing
-from baton.policy.digest import identity_digest
+from baton.policy.digest import Identity, identity_digest
 from baton.policy.sharding import Box, Gather, box_of, local
 from baton.policy.tensors import dtype_name, identity, policy_tensors
 
@@ -385,9 +385,9 @@ def write_gathered(
     put: Callable[[str, torch.Tensor], None] | None,
     gather: Gather,
     dtypes: Mapping[str, torch.dtype] | None = None,
-) -> str:
-    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`. Returns the digest of the
-    tensors, or "" if `put` is None. Collective: all ranks must pass the same names in the same order."""
+) -> list[Identity]:
+    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`. Return the tensors' identities,
+    none if `put` is None. Collective: all ranks must pass the same names in the same order."""
     identities = []
     for name, tensor in tensors.items():
         full = gather(name, tensor if dtypes is None else tensor.to(dtypes[name]))
@@ -396,7 +396,7 @@ def write_gathered(
             put(name, full)
             identities.append(identity(name, full))
         del full
-    return "" if put is None else identity_digest(identities)
+    return identities
 
 
 def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from baton.errors import Damaged, UserError
 from baton.files import flush_to_disk, remove_directory, verify, writing
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
+from baton.policy.digest import identity_digest
 from baton.policy.load import open_weights, save_configuration
 from baton.policy.sharding import Gather, gathered, local
 from baton.policy.stored_tensors import (
@@ -85,11 +86,12 @@ def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is
             model.save_pretrained(directory, state_dict=dict(found))
         return saved_digest(StoredTensors.of(found), model)
     if not is_first:
-        return write_gathered(tensors, None, gather)
+        write_gathered(tensors, None, gather)
+        return ""
     with writing(directory):
         save_configuration(model, directory)
     with ModelWriter(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as files:
-        return write_gathered(tensors, files.put, gather)
+        return identity_digest(write_gathered(tensors, files.put, gather))
 
 
 def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Gather, *, is_first: bool) -> None:

@@ -19,6 +19,7 @@ import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.files import atomic_directory
 from baton.policy.adapters import add_adapters
+from baton.policy.digest import identity_digest
 from baton.policy.head import find_head, set_max_logits
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import compute_in
@@ -65,7 +66,7 @@ from baton.trainer.update import Update, make_learners
 from baton.trainer.version_stream import VersionStream
 from baton.types import Batch, PolicyVersion
 from baton.weights.flat_buffer import flattened
-from baton.weights.manifest import tensors_digest
+from baton.weights.manifest import identities_of
 from baton.weights.version_files import FlatFile
 
 logger = logging.getLogger(__name__)
@@ -282,7 +283,8 @@ class LocalTrainer(Trainer):
             self.publish_in.mkdir(exist_ok=True)
             path = new_version_path(self.publish_in, self._version)
             try:
-                return PublishedWeights.of_file(self.publish_to(path), path)
+                version, digests = self.publish_to(path)
+                return PublishedWeights.of_file(version, path, digests)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -298,19 +300,21 @@ class LocalTrainer(Trainer):
         sent one by one."""
         return VersionStream(self.model, self._publish_dtype, self._parallel.whole, bucket_bytes)
 
-    def publish_to(self, path: Path) -> PolicyVersion:
+    def publish_to(self, path: Path) -> tuple[PolicyVersion, dict[str, str]]:
         """On the first rank, write the tensors that `publish` returns to the new file `path`; ranks gather one tensor
-        at a time. Return the version. Collective: all ranks must call it. Raises OSError and StorageFault."""
+        at a time. Return the version and, on the first rank, name → digest of the tensor. Collective: all ranks must
+        call it. Raises OSError and StorageFault."""
         tensors, dtypes = self._published()
         if self._parallel.is_alone:
             entries, _ = flattened(tensors, partial(FlatFile.of_tensors, path), dtypes)
-            self._stamp(tensors_digest(entries))
+            identities = identities_of(entries)
         elif self._parallel.is_first:
             with TensorFile(path, {name: (dtypes[name], tensor.shape) for name, tensor in tensors.items()}) as file:
-                self._stamp(write_gathered(tensors, file.put, self._parallel.whole, dtypes))
+                identities = write_gathered(tensors, file.put, self._parallel.whole, dtypes)
         else:
-            self._stamp(write_gathered(tensors, None, self._parallel.whole, dtypes))
-        return self._version
+            identities = write_gathered(tensors, None, self._parallel.whole, dtypes)
+        self._stamp(identity_digest(identities))
+        return self._version, {name: digest for name, _, _, digest in identities}
 
     def _published(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
         tensors = published_tensors(self.model)

@@ -26,12 +26,13 @@ class PublishedWeights:
     (`policy/adapters.py`). Later train steps do not change these tensors."""
 
     @classmethod
-    def of_file(cls, version: PolicyVersion, path: Path) -> PublishedWeights:
+    def of_file(cls, version: PolicyVersion, path: Path, digests: Mapping[str, str]) -> PublishedWeights:
         """Map the tensors of a safetensors file. The file is deleted when the tensors are freed, unless a publisher on
-        this machine takes it over instead of copying it (`VersionFiles.adopt`)."""
+        this machine takes it over instead of copying it (`VersionFiles.adopt`). digests: name → digest of the tensor,
+        as the writer of the file has computed it."""
         from baton.weights.version_files import TensorsOfFile  # imports torch, which a simulation does not need
 
-        return cls(version, TensorsOfFile(path))
+        return cls(version, TensorsOfFile(path, digests))
 
 
 def new_version_path(directory: Path, version: PolicyVersion) -> Path:

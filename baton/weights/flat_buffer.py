@@ -71,9 +71,10 @@ def flattened(
     return tuple(in_order(write, places, lambda place: place[0].num_bytes, threads=threads)), file
 
 
-def signed(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[TensorEntry, ...]:
-    """Return entries with the digests of the tensors in a flat buffer."""
-    digests = piece_digests(entries, flat_buffer)
+def signed(entries: tuple[TensorEntry, ...], digests: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+    """Return entries with the digests of their tensors. Raises WeightsFault if a digest is missing."""
+    if missing := [e.name for e in entries if e.name not in digests]:
+        raise WeightsFault(f"{len(missing)} tensors have no digest, among them {missing[0]}")
     return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in entries)
 
 

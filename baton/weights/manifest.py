@@ -24,7 +24,7 @@ from typing import Final, Literal
 import msgspec
 
 from baton.errors import WeightsFault
-from baton.policy.digest import identity_digest
+from baton.policy.digest import Identity, identity_digest
 from baton.types import PolicyVersion
 
 FORMAT: Final = 1
@@ -153,7 +153,12 @@ def payload_order(entry: TensorEntry) -> tuple[int, str]:
 
 def tensors_digest(tensors: tuple[TensorEntry, ...]) -> str:
     """Return the digest of a version, computed from its entries. It equals `weights_digest` of the tensors."""
-    return identity_digest((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
+    return identity_digest(identities_of(tensors))
+
+
+def identities_of(tensors: tuple[TensorEntry, ...]) -> list[Identity]:
+    """Return the identities of a version's tensors."""
+    return [(entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors]
 
 
 def name_of(version: PolicyVersion) -> str:

@@ -92,6 +92,7 @@ class Publisher:
         this whole encoding. It must be called once, in any thread, and may run while further versions are published.
         With None, the encoding is stored before this method returns.
 
+        The digests of tensors in a file of the trainer are those that the trainer has computed while it wrote the file.
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
         number is already published. Raises StorageFault when a file cannot be written. The version is then invisible,
         or visible without its whole encoding. It can be published again.
@@ -143,7 +144,7 @@ class Publisher:
         if self._files is not None and isinstance(tensors, TensorsOfFile):
             entries = unsigned(tensors)
             if (file := self._files.adopt(tensors.path, entries)) is not None:
-                return signed(entries, file.bytes), file
+                return signed(entries, tensors.digests), file
         return flattened(tensors, self._new_file)
 
     def _new_file(self, entries: tuple[TensorEntry, ...]) -> FlatFile:

@@ -14,6 +14,7 @@ import os
 import struct
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,9 +37,10 @@ NUM_FILES = 2
 class TensorsOfFile(dict[str, torch.Tensor]):
     """The mapped tensors of a safetensors file. The file is deleted together with this object."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, digests: Mapping[str, str]) -> None:
+        """digests: name → digest of the tensor, as the writer of the file has computed it."""
         super().__init__(load_file(path))
-        self.path = path
+        self.path, self.digests = path, digests
         weakref.finalize(self, _remove, path)
 
 

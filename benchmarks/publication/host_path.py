@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -149,6 +150,7 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, list[float]]:
 
 def publishing(store: Any, scratch: Path, timed: Callable[..., None]) -> Callable[[Any, Any], None]:
     """Return a function that publishes tensors as the trainer and the hub do, and notes the seconds with `timed`."""
+    from baton.policy.tensors import tensor_digest
     from baton.weights.flat_buffer import flattened
     from baton.weights.publisher import Publisher
     from baton.weights.settings import WeightsSettings
@@ -171,7 +173,9 @@ def publishing(store: Any, scratch: Path, timed: Callable[..., None]) -> Callabl
         path = scratch / f"trainer-{version.number}.safetensors"
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         timed("the trainer writes the file", flattened, tensors, partial(FlatFile.of_tensors, path), dtypes)
-        published = PublishedWeights.of_file(version, path)
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        given = (version, path, digests)[: len(signature(PublishedWeights.of_file).parameters)]
+        published = PublishedWeights.of_file(*given)  # without digests at older commits
         timed(stage(version), publisher.publish, published.tensors, version)
         path.unlink(missing_ok=True)
 

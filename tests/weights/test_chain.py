@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from weights_cases import SPECIAL, Run, are_bit_equal, changed, latest, policy, version_of, words
 
 from baton.errors import WeightsFault
@@ -319,11 +320,15 @@ def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_store
     assert run.store.find("first", 0) is None
 
 
+def of_file(path: Path) -> TensorsOfFile:
+    return TensorsOfFile(path, {name: tensor_digest(tensor) for name, tensor in load_file(path).items()})
+
+
 def test_a_publisher_takes_over_the_file_of_a_version_without_a_copy(tmp_path, monkeypatch):
     shared, path = VersionFiles(tmp_path / "shared"), tmp_path / "trainer.safetensors"
     publisher = Publisher(Store(tmp_path / "store"), WeightsSettings(), files=shared)
     flattened(policy(), partial(FlatFile.of_tensors, path))
-    tensors, inode = TensorsOfFile(path), path.stat().st_ino
+    tensors, inode = of_file(path), path.stat().st_ino
     publisher.publish(tensors, version_of(policy(), 0))
     (found,) = shared.directory.iterdir()
     assert found.stat().st_ino == inode
@@ -333,14 +338,35 @@ def test_a_publisher_takes_over_the_file_of_a_version_without_a_copy(tmp_path, m
     # tensors in another order, and a file on another file system, are copied
     entries, _ = flattened(policy(), partial(FlatFile.of_tensors, path))
     FlatFile.of_tensors(path, entries[::-1])
-    other = TensorsOfFile(path)
+    other = of_file(path)
     publisher.publish(other, version_of(other, 1))
     assert are_bit_equal(shared.read(version_of(other, 1)), dict(other))
     flattened(policy(), partial(FlatFile.of_tensors, tmp_path / "far.safetensors"))
-    far = TensorsOfFile(tmp_path / "far.safetensors")
+    far = of_file(tmp_path / "far.safetensors")
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, "Invalid cross-device link")))
     publisher.publish(far, version_of(far, 2))
     assert are_bit_equal(shared.read(version_of(far, 2)), policy())
+
+
+def test_the_digests_of_the_writer_of_a_file_are_published_and_a_file_that_differs_is_refused_by_readers(tmp_path):
+    """The publisher does not compute the digests again."""
+    run, path = Run(tmp_path), tmp_path / "trainer.safetensors"
+    publisher = Publisher(run.store, WeightsSettings(), files=VersionFiles(tmp_path / "shared"))
+    flattened(policy(), partial(FlatFile.of_tensors, path))
+    tensors = of_file(path)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x77")
+    publisher.publish(tensors, version_of(policy(), 0))
+    for shared in (None, VersionFiles(tmp_path / "shared")):
+        with pytest.raises(WeightsFault, match="tensors have another digest"):
+            Fetcher([StoreSource(run.store)], shared=shared).fetch(version_of(policy(), 0), deadline_s=60)
+    tensors.digests = dict.fromkeys(tensors, "0" * 64)
+    with pytest.raises(WeightsFault, match=r"cannot publish version 1 .*: its tensors have the digest"):
+        publisher.publish(tensors, version_of(policy(), 1))
+    tensors.digests = {}
+    with pytest.raises(WeightsFault, match="tensors have no digest, among them"):
+        publisher.publish(tensors, version_of(policy(), 1))
 
 
 def test_a_fetch_reuses_the_file_before_the_last_unless_a_tensor_of_it_is_in_use(tmp_path):

@@ -165,6 +165,8 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
     version: PolicyVersion
     path: str
     """Path of a safetensors file with the weights, on the machine of rank 0; empty from ranks other than 0."""
+    digests: dict[str, str]
+    """Name → digest of the tensor; empty from ranks other than 0."""
 
 
 class Described(msgspec.Struct, frozen=True, tag="Described"):

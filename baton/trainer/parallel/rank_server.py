@@ -202,5 +202,5 @@ class RankServer:
                 self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-"))
                 self._scratch.mkdir(parents=True, exist_ok=True)
             path = new_version_path(self._scratch, self._trained.version)
-        version = self._trained.publish_to(path)
-        return messages.Published(version, "" if self._place.rank else str(path))
+        version, digests = self._trained.publish_to(path)
+        return messages.Published(version, "" if self._place.rank else str(path), digests)

@@ -92,7 +92,7 @@ class RankedTrainer(Trainer):
             return PublishedWeights(said.version, described(said.tensors, said.bucket_bytes))
         answer = self._ask(messages.Publish(), messages.Published)[0]
         self._version = answer.version
-        return PublishedWeights.of_file(self._version, self._ranks.bring(answer.path))
+        return PublishedWeights.of_file(self._version, self._ranks.bring(answer.path), answer.digests)
 
     def connect_replica(self, name: str, world_size: int, rules: DirectRules) -> dict[str, Any]:
         assert self.backend is not None, "set `backend` first"
