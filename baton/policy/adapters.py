@@ -30,10 +30,11 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
-    """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
+    """Freeze a model and add trainable adapters. Every B starts at zero, so the model's output changes only after an
+    update.
 
-    The adapters are float32 even if the model has another dtype, and they get values even if the model is on the meta
-    device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
+    The adapters are float32 even if the model has another dtype, and are initialised on the CPU if the model is on the
+    meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
     """
     _check_peft()
     from peft import LoraConfig
@@ -117,7 +118,7 @@ def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return an adapter in its published form: B is multiplied by the scale. `raw`: the adapter's tensors, as
-    `raw_tensors` returns them; None means those of the model."""
+    `raw_tensors` returns them; None: use the model's adapter."""
     raw = raw_tensors(model) if raw is None else raw
     config: Any = model.peft_config[_NAME]
     found = {}
@@ -130,8 +131,8 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the checkpoint has
-    none."""
+    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the checkpoint has no
+    adapter."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
@@ -144,7 +145,7 @@ def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Return a model whose weights include the adapter of a checkpoint."""
+    """Merge a checkpoint's adapter into its base model, and return the merged model."""
     _check_peft()
     from peft import PeftModel
 
@@ -180,7 +181,7 @@ def _check_peft() -> None:
 
 
 def is_adapter(tensors: Mapping[str, Any]) -> bool:
-    """Return whether published tensors are an adapter, not a whole model."""
+    """Return whether published tensors form an adapter instead of a whole model."""
     return bool(tensors) and all(name.endswith((_A, _B)) for name in tensors)
 
 
@@ -217,8 +218,7 @@ class BaseWeights:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies. Called after a whole model was loaded, because its weights are the base of the next
-        adapter."""
+        """Drop the copies. Called after a whole model was loaded, which is the base of the next adapter."""
         self._kept.clear()
 
     @torch.inference_mode()

@@ -1,9 +1,9 @@
 """Computes logits, log-probabilities and entropies from the hidden states of a causal LM, in pieces that save memory.
 
-Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast). All later values are
-float32. The gradient of the head's weight is summed over the pieces in float32, so it hardly depends on the number of
-pieces. On a CPU in bfloat16, the gradient of each piece is rounded to bfloat16 before the sum. Shapes: N tokens, H
-hidden size, V vocabulary.
+Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast). All values after the
+matrix products are float32. The gradient of the head's weight is summed over the pieces in float32, so it hardly
+depends on the number of pieces. On a CPU in bfloat16, the gradient of each piece is rounded to bfloat16 before the sum.
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _ENTROPY_ROWS = 4096
 V]."""
 
 CACHED_LOGITS = 2**19
-"""Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). With more logits,
-memory reads would take longer than the computation. The limit does not apply to matrix products."""
+"""Maximum number of float32 logits that a CPU processes at a time, except in matrix products (2 MiB, which fit in the
+CPU's cache). With more logits, memory reads would take longer than the computation."""
 
 PRODUCT_ROWS = 8192
 """In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is a separate tensor
 before it is added to the float32 gradient, so smaller blocks need less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Key of a model's configuration with a scale of the logits (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied
-by the scale, −1 if they are divided by it."""
+"""Configuration key of a model's logit scale (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied by the scale, −1
+if they are divided by it."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Keys of a model's configuration with a cap c: logits become c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
+"""Configuration keys of a model's logit cap c: logits become c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit in the test of a head (`_checked`). The value is far above the usual caps, so the test detects caps
-that `_CAPS` does not list."""
+"""Largest logit with which `_checked` tests a head. The value is far above the usual caps, so `_checked` also detects
+caps under keys that `_CAPS` lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 @cache
 def has_wide_products(device: torch.device) -> bool:
     """Return whether a device can multiply bfloat16 matrices with a float32 result. CPUs and some ROCm builds of torch
-    cannot."""
+    cannot compute such products."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)
@@ -253,7 +253,7 @@ class _HeadScores(torch.autograd.Function):
                 found.append(tuple(each for each in scores if each is not None))
         logprobs, normaliser, *entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         entropy = entropies[0] if entropies else None
-        # The weight is saved without a cast: for the backward pass, FSDP gathers a sharded weight again.
+        # Save the weight, not a cast copy, because FSDP gathers a sharded weight again for the backward pass.
         known = products if len(pieces) == 1 else None
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, kept_TK, normaliser, entropy, known)
         ctx.others = head, wanted, dtype

@@ -68,10 +68,8 @@ def load_model(
 
 
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:
-    """Construct the model of `path` with parameters on the meta device, and set eval mode. `fill_model` can then read
-    the parameters.
-
-    Buffers that no file contains are computed on the CPU. Raises UserError when `path` has no causal LM.
+    """Construct the model of `path` with parameters on the meta device, and set eval mode. Buffers that no file
+    contains are computed on the CPU. Raises UserError when `path` has no causal LM.
     """
     check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
     base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
@@ -172,7 +170,7 @@ def _warn_once(text: str) -> None:
 
 
 def save_configuration(model: PreTrainedModel, directory: Path) -> None:
-    """Write a model's configuration with the dtype float32, in which its weights are written."""
+    """Write a model's configuration with the dtype float32, because checkpoints store float32 weights."""
     model.config.dtype, model.config.architectures = "float32", [type(model).__name__]
     model.config.save_pretrained(directory)
     if model.generation_config is not None:

@@ -84,7 +84,7 @@ def packed_scores(
     `kept`: sampling masks [N, ids].
 
     If the model does not use the attention of `packing.py`, transformers builds a mask from the positions to separate
-    the rows. In this case, rows must not share a prompt. Requires a head that `find_head` supports.
+    the rows, and rows must not share a prompt. Requires a head that `find_head` supports.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
@@ -146,7 +146,7 @@ def prefer_float32_attention(model: PreTrainedModel) -> None:
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each block's activations in the backward pass. Raises UserError for an unsupported model."""
-    # Newer releases of transformers renamed the method.
+    # Newer releases of transformers renamed `gradient_checkpointing_enable` to `activation_checkpointing_enable`.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "context_fn": recomputing})
     blocks = _blocks(model)
@@ -178,8 +178,8 @@ def compile_blocks(model: PreTrainedModel) -> None:
 
 
 def _compiled(checkpoint: Any, block: partial[Any], *arguments: Any) -> Any:
-    """Run the compiled forward pass of a block with activation checkpointing. `block`: the forward pass; transformers
-    passes it as a `partial` of the function of the block's class."""
+    """Run the compiled forward pass of a block with activation checkpointing. `block`: a `partial` of the forward
+    method of the block's class, as transformers passes it."""
     return checkpoint(partial(_compiled_function(block.func), *block.args, **block.keywords), *arguments)
 
 

@@ -12,7 +12,7 @@ import torch
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File with the memory limit of a container (cgroup v2). Absent outside a container; "max" without a limit."""
+"""File with the memory limit of a container (cgroup v2). The file exists only in a container."""
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -30,7 +30,7 @@ def release_free_memory() -> None:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes that these tensors occupy on devices of this type. A shared storage counts once."""
+    """Return the bytes that these tensors occupy on devices of this type. Tensors that share a storage count once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
     return sum(storages.values())
 
@@ -61,8 +61,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return the metric of this process's peak memory. With CUDA, its value is the highest peak of torch's allocator on
-    any device; otherwise, it is the peak of the resident set."""
+    """Return the metric of this process's peak memory. With CUDA, the value is the highest peak of torch's allocator on
+    any device; otherwise, the value is the peak resident set size."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
     elif _STATUS.is_file():  # on Linux, ru_maxrss includes the peak of the parent process

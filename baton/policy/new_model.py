@@ -16,7 +16,7 @@ END = "<|end|>"
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant")
 VISIBLE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Tags that are one token each, but not special tokens, because scorers need them in the decoded text."""
+"""Tags that are single tokens. The tags are not special tokens, because scorers need them in the decoded text."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}"
     + END
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def scratch_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with a chat template, which encodes each digit and symbol separately."""
+    """Train a byte-level BPE tokenizer that has a chat template and encodes each digit and symbol separately."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [

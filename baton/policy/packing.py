@@ -1,9 +1,9 @@
-"""Packing: one pass computes concatenated rows of different lengths, without padding. Attention stays within each row.
-Rows with the same prompt may share its tokens, in the order prompt, response, response, …
+"""Packing: one forward pass processes rows of different lengths, concatenated without padding. Attention stays within
+each row. Rows with the same prompt may share the prompt's tokens, in the order prompt, response, response, …
 
-On CUDA in bfloat16 without shared prompts, torch's variable-length kernel computes attention for all rows together. In
-all other cases, attention is computed row by row, and similarly long responses to one prompt are computed together.
-Neither method allocates a mask of shape [T, T].
+On CUDA in bfloat16 without shared prompts, torch's variable-length kernel computes attention for all rows together.
+Without this kernel, attention is computed row by row, except that similarly long responses to one prompt are computed
+together. No attention mask over all pairs of tokens is allocated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ one tuple (length of the prompt, length of the first response, length of the sec
 
 SIMILAR = 0.5
 """Responses to a shared prompt are divided into pieces, and each response is padded to the longest of its piece. No
-response of a piece is shorter than this fraction of the longest."""
+response is shorter than this fraction of the longest response in its piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,14 @@ class PackedTokens:
     input_ids: torch.Tensor
     """[T] int64"""
     positions: torch.Tensor
-    """[T] int64 positions. They start at 0 in each row; in responses to a shared prompt, at the length of the
-    prompt."""
+    """[T] int64 positions, starting at 0 in each row, and at the prompt's length in a response to a shared prompt."""
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
-    """[N] index of the token before each token to score. For the first token of a response, this is the last token of
-    its prompt, even if the prompt is shared and not adjacent."""
+    """[N] index of the token before each token to score. The token before the first token of a response is the last
+    token of the prompt, even if the prompt is shared and not adjacent."""
     ends: torch.Tensor
-    """[len(`shapes`) + 1] int32: 0, then the end of each element of `shapes` as an index in `input_ids`."""
+    """[len(`shapes`) + 1] int32: 0, followed by the index in `input_ids` at which each element of `shapes` ends."""
     shapes: Shapes
 
     def to(self, device: torch.device) -> PackedTokens:
@@ -73,9 +72,9 @@ def concatenated(
 ) -> PackedTokens:
     """Concatenate rows on the host, without the padding on their right.
 
-    `shares`: for each distinct prompt, the number of consecutive rows that start with it. Only the first of these rows
-    keeps the prompt. If `shares` is empty, every row keeps its prompt. Tokens of a shared prompt cannot be scored.
-    `multiple`: if T is not a multiple of this number, a row of tokens with id 0 is appended to make it one.
+    `shares`: for each distinct prompt, the number of consecutive rows that start with it. Of the rows that share a
+    prompt, only the first keeps the prompt. If `shares` is empty, every row keeps its prompt. Tokens of a shared prompt
+    cannot be scored. `multiple`: a row of tokens with id 0 is appended if T is not a multiple of this number.
     """
     num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []
@@ -198,8 +197,8 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Divide the responses to a shared prompt into consecutive pieces of similar lengths (`SIMILAR`). The responses of
-    a piece are padded and computed together. `lengths`: length of each response."""
+    """Divide the responses to a shared prompt into consecutive pieces of similar lengths (`SIMILAR`). `lengths`: length
+    of each response."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]
@@ -210,7 +209,7 @@ def pieces(lengths: Sequence[int]) -> list[slice]:
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pad tensors [1, heads, L, D] to the longest L, and concatenate them into one of [rows, heads, longest L, D]."""
+    """Pad tensors [1, heads, L, D] to the longest L, and concatenate them to [rows, heads, longest L, D]."""
     longest = max(tensor.shape[2] for tensor in tensors)
     rows = [(tensor, longest - tensor.shape[2]) for tensor in tensors]
     return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, missing)) if missing else row for row, missing in rows])
@@ -255,8 +254,8 @@ def _by_kernel(
 
 @cache
 def _kernel(device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype) -> Any:
-    """Return torch's variable-length attention. Return None if this version of torch or this device does not support
-    its forward and backward pass. `heads`: number of query heads, number of key heads, size of a head."""
+    """Return torch's variable-length attention, or None if this version of torch or this device does not support the
+    attention's forward and backward pass. `heads`: number of query heads, number of key heads, size of a head."""
     ends = torch.tensor([0, 8], dtype=torch.int32, device=device)
     try:
         from torch.nn.attention.varlen import varlen_attn

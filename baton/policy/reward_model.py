@@ -28,8 +28,8 @@ class RewardModel:
         self._tokenizer, config, self.max_positions = check_reward_model(path)
         self._device = torch_device(device, "[[reward]] devices")
         self.batch_tokens = 0 if self._device.type == "cpu" else batch_tokens
-        """Maximum number of tokens of a batch, including padding. With 0, each sequence is a batch of its own. It is
-        always 0 on a CPU, so that a score has the same bits whichever sequences are scored with it."""
+        """Maximum number of tokens of a batch, including padding. With 0, each sequence is a batch of its own. On a
+        CPU, the value is always 0, so the bits of a score do not depend on the other sequences."""
         name, revision = split_revision(path)
         value_type = torch_dtype(dtype_here(self._device.type, dtype))
         try:
@@ -59,8 +59,7 @@ class RewardModel:
         self._model = model.to(self._device).eval()
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation that ends with a response. Raises any error that the chat template
-        raises."""
+        """Return the ids of a conversation that ends with a response. Errors of the chat template are not caught."""
         return conversation_ids(self._tokenizer, messages)
 
     @torch.inference_mode()
@@ -124,6 +123,6 @@ def _check_template(path: str, tokenizer: Tokenizer, messages: Sequence[Message]
 
 
 def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a whole conversation, without the ids that start another turn."""
+    """Return the ids of a whole conversation, without a generation prompt."""
     chat = [{"role": m.role, "content": m.content} for m in messages]
     return [int(i) for i in tokenizer.hf.apply_chat_template(chat, tokenize=True, return_dict=False)]

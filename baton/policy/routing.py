@@ -3,7 +3,7 @@
 After a small change of the weights, a router may choose other experts for a token. The probability ratio of current to
 proximal policy then jumps at this token. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071,
 section 5.3), or the engine's choice in all passes (rollout routing replay, arXiv 2510.11370). Only the choice of
-experts is fixed. Their weights come from the current router logits, so routers still get gradients.
+experts is fixed. The weights of the chosen experts come from the current router logits, so routers still get gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. In place of a
-value −1, the router chooses an expert."""
+"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. Where the
+value is −1, the router itself chooses the expert."""
 
 
 class _Choice(TorchFunctionMode):
-    """Records the k experts with the highest of a router's scores [T, E]. If experts are given, the router uses these
-    instead, with the scores that it computes for them."""
+    """Records the k experts with the highest scores of a router; the scores have shape [T, E]. If experts are given,
+    the router uses the given experts, with its own scores for them."""
 
     def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -95,9 +95,9 @@ class RoutingReplay:
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
         """Convert the experts that an engine reported to a `Routing`, with a tensor [`num_places`, k] for each router.
-        `routing`: the reported bytes for each of `places`, which are positions of the pass. A position gets −1 if it is
-        not in `places`, or if its bytes are empty. Raises EngineFault for bytes that do not match this model's
-        routers."""
+        `routing`: the reported bytes for each of `places`, which are indices into the tokens of the pass. Positions
+        outside `places` and positions with empty bytes get −1. Raises EngineFault for bytes that do not match this
+        model's routers."""
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         counts = [router.top_k for router in self._routers.values()]
         width = num_bytes(self._routers)

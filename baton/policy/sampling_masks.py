@@ -1,6 +1,6 @@
 """Sampling masks as tensors: which tokens top-k and top-p kept, for each sampled token (`types.Segment.kept`).
 
-A truncated policy is the softmax over these tokens alone. Engine and trainer use the same masks, so their logprobs
+A truncated policy is the softmax over the kept tokens alone. Engine and trainer use the same masks, so their logprobs
 agree ("Keep Sampling Mask" of arXiv 2512.02556, section 3.1). Shapes: N tokens, K ids, V vocabulary.
 """
 
@@ -39,7 +39,8 @@ def decoded(masks: Sequence[bytes], vocabulary: int) -> Tensor:
 
 
 def kept_logits(products_NV: Tensor, kept_NK: Tensor, shaped: Callable[[Tensor], Tensor] = Tensor.float) -> Tensor:
-    """Return the logits [N, K] of the kept tokens. `shaped`: computes logits from the head's products."""
+    """Return the logits [N, K] of the kept tokens. `shaped`: the function that computes logits from the head's matrix
+    product, such as `Head.shaped`."""
     chosen_NK = products_NV.gather(-1, kept_NK.clamp(min=0).long())
     return shaped(chosen_NK).masked_fill(kept_NK < 0, _REMOVED)
 

@@ -25,15 +25,15 @@ class ModelSettings(Settings):
 
     path: str
     """Directory of a Hugging Face causal LM, or the name of a model on the Hugging Face hub. `models/quickstart` is the
-    shipped model. A run's directory stands for its newest checkpoint. An adapter is merged into its base model."""
+    shipped model. A run's directory selects the run's newest checkpoint. An adapter is merged into its base model."""
     device: str = "auto"
     """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention of transformers in trainer and engine. Models without SDPA (Gemma-2, GPT-OSS) use `eager`."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """`float32`: the head computes float32 logits and log-probabilities in trainer and engine, while other layers
-    compute in bfloat16. `auto`: the key `head_dtype` of the model's configuration, which a run with `float32` writes
-    into its checkpoints; without this key, the dtype of the other layers."""
+    compute in bfloat16. `auto`: use the key `head_dtype` of the model's configuration, or without this key the dtype of
+    the other layers. A run with `float32` writes the key into its checkpoints."""
 
 
 class LoraSettings(Settings):

@@ -1,4 +1,5 @@
-"""Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers a block's parameters to compute it.
+"""Sharded models (FSDP2): each rank keeps a shard of every parameter, and gathers the parameters of a block before
+computing the block.
 
 Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32, the results
 differ from those of a single process only by the order in which gradients are summed.
@@ -26,11 +27,12 @@ Result = TypeVar("Result")
 
 
 class Sharded(torch.nn.Module):
-    """Runs functions on a sharded module while its parameters are gathered.
+    """Runs functions on a sharded module while the module's parameters are gathered.
 
     Blocks, embedding and head are gathered only while they compute; if embedding and head share a weight, this weight
-    stays gathered during the whole call. All other parameters stay gathered too, so the function may call any part of
-    the module. FSDP's hooks are attached to this wrapper, so the module keeps its parameter names.
+    stays gathered during the whole call. All parameters outside blocks, embedding and head also stay gathered during
+    the call, so the function may call any part of the module. FSDP's hooks are attached to this wrapper, so the module
+    keeps its parameter names.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
@@ -40,13 +42,13 @@ class Sharded(torch.nn.Module):
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
         samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
-        `float32_parts`. If `dtype` is not float32, each rank holds a whole copy of the parameters that the model keeps
-        in float32, such as the biases of routers.
+        `float32_parts`. If `dtype` is not float32, parameters that the model keeps in float32, such as the biases of
+        routers, are replicated on each rank instead of sharded.
         """
         super().__init__()
         self.module = module
         self.unsharded: list[str] = []
-        """Names of the trained parameters that stay whole on each rank. The caller sums their gradients."""
+        """Names of the trained parameters that are replicated instead of sharded. The caller sums their gradients."""
         policy, kept = MixedPrecisionPolicy(), set[torch.nn.Parameter]()
         if dtype is not torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -60,7 +62,7 @@ class Sharded(torch.nn.Module):
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
             if hasattr(part, "compute"):
                 register_fsdp_forward_method(part, "compute")
-        # Parameters that stay gathered after the forward pass would have old values after an optimiser step.
+        # Reshard after the forward pass: parameters that stay gathered would have old values after an optimiser step.
         fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=kept)
         for part in self.modules():
             if isinstance(part, FSDPModule):
@@ -68,7 +70,7 @@ class Sharded(torch.nn.Module):
                 part.set_gradient_divide_factor(1.0)
 
     def forward(self, work: Callable[[Any], Any]) -> Any:
-        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches hooks to them."""
+        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches hooks to the result."""
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
@@ -86,7 +88,7 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass sums gradients over the ranks. If not, each rank keeps its own
+        """Set whether the next backward pass sums gradients over the ranks. Without this sum, each rank keeps its own
         gradients."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
@@ -125,11 +127,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Box = tuple[slice, ...]
-"""A part of a tensor: first index and end in each dimension."""
+"""A box within a tensor: the slice of each dimension."""
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Return the part of a sharded tensor that this rank holds. For a plain tensor, this is the whole tensor."""
+    """Return the box of a sharded tensor that this rank holds. For a plain tensor, the box is the whole tensor."""
     box = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(box)

@@ -5,8 +5,8 @@ transformers.
     other stages   hidden states ─▶ blocks ─▶ hidden states
     last stage     hidden states ─▶ blocks, norm, head ─▶ scores
 
-Modules without weights replace the parts of other stages. The model's own `forward` therefore still works: it computes
-masks, rotary embeddings and everything else that a family needs. Parameters keep their names.
+Modules without weights replace the modules of other stages. The model's own `forward` therefore still works: it
+computes masks, rotary embeddings and everything else that a family needs. Parameters keep their names.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class StageModel:
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
-        """Output of the previous stage. None in a test run of this stage alone, which uses placeholder hidden
-        states."""
+        """Output of the previous stage. In a test run of this stage alone, the value is None."""
         self.specs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         """Tensors of the whole model, on the meta device."""
         prefix = f"{model.base_model_prefix}."
         by_layer = chain.from_iterable([owner] * count for owner, count in enumerate(layers))
         self._owners = {f"{prefix}layers.{place}.": owner for place, owner in enumerate(by_layer)}
         self._owners |= {f"{prefix}{name}.": len(layers) - 1 for name in after} | {prefix: 0, "": len(layers) - 1}
-        """Prefix of tensor names → stage. If several prefixes match a name, the first one applies."""
+        """Prefix of tensor names → stage with these tensors. If several prefixes match a name, the first one
+        applies."""
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
@@ -98,7 +98,7 @@ def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 class _Elsewhere(torch.nn.Module):
-    """Replaces a part that another stage has. Returns hidden states unchanged."""
+    """Replaces a module of another stage. Returns hidden states unchanged."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ class _Entry(_Elsewhere):
 
 
 class _Embedding(_Elsewhere):
-    """Replaces the embedding of the first stage. On the last stage of a model with tied weights, it holds this stage's
-    copy of the weight."""
+    """Replaces the embedding of the first stage. On the last stage of a model with tied weights, the replacement holds
+    the stage's copy of the weight."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Embedding, tied: torch.nn.Parameter | None) -> None:
         super().__init__(part)

@@ -1,10 +1,10 @@
-"""Tensors in safetensors files: reads any part of them, and writes a file tensor by tensor.
+"""Reads any part of the tensors in safetensors files, and writes such files tensor by tensor.
 
     files ─▶ StoredTensors ─ fill ─▶ a tensor, or this rank's shard of it       nothing else is read
     a tensor, or its shards ─ gathered one by one ─▶ TensorFile or ModelWriter   nothing else is copied
 
-A stored tensor has its name in the model's `state_dict` and consists of pieces. The pieces are the shards that ranks
-wrote, or tensors of a model file, in which for example each expert of a layer is a separate tensor.
+A stored tensor is named as in the model's `state_dict` and consists of pieces. A piece is a shard that a rank wrote, or
+a tensor of a model file, such as one expert of a layer.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ Spec = tuple[torch.dtype, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A part of a tensor, which a file stores as a tensor."""
+    """A part of a tensor, stored in a file as a separate tensor."""
 
     name: str
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the tensor that are kept in the piece. In every other dimension, the piece covers one index."""
+    """Dimensions of the whole tensor that the piece also has. In every other dimension, the piece covers one index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class StoredPiece:
 
 
 class StoredTensors:
-    """Named tensors in files or in memory. Any part of them can be read. Files stay mapped while the object exists."""
+    """Named tensors in files or in memory, of which any part can be read. Files stay mapped while the object exists."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
         """`pieces`: name of a tensor → its pieces. Each piece has a function that returns the stored piece, as a tensor
@@ -114,7 +114,7 @@ class StoredTensors:
 
     def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
         """Read a tensor, or its part `box`, into the tensor `into` of the same shape. Raises ValueError if the files
-        lack values."""
+        lack any of the values."""
         box = box_of(into) if box is None else box
         num_read = 0
         for piece, source in self._pieces[name]:
@@ -150,7 +150,7 @@ class StoredTensors:
         return found
 
     def digest(self) -> str:
-        """Return the digest of these tensors as published. They are read one after another."""
+        """Return the digest that these tensors have as a published version. The tensors are read one after another."""
         return identity_digest(identity(name, self.whole(name)) for name in self.shapes)
 
 
@@ -307,7 +307,7 @@ class TensorFile:
         self._path = path
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
-        # Larger items first, so that each tensor is aligned; then by name, as in published versions.
+        # Sort by descending item size, so that each tensor is aligned, and then by name, as in published versions.
         for name, (dtype, shape) in sorted(specs.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
             begin, end = end, end + prod(shape) * dtype.itemsize
             short = SAFETENSORS_NAMES[dtype_name(dtype)]

@@ -37,8 +37,8 @@ def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def published_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype in which each tensor is published. It is `dtype` for floating-point tensors, except tensors that
-    the model's class keeps in float32, such as the bias by which DeepSeek-V3's router chooses experts."""
+    """Return the dtype in which each tensor is published. Floating-point tensors are published in `dtype`, except
+    tensors that the model's class keeps in float32, such as the bias by which DeepSeek-V3's router chooses experts."""
     return {
         name: t.dtype if not t.is_floating_point() else torch.float32 if is_float32(model, name) else dtype
         for name, t in tensors.items()
@@ -65,7 +65,7 @@ def check_fit(
     """Raise EngineFault if `tensors` lack a parameter of the model, or have an unknown name or a different shape.
 
     `own`: the model's `state_dict(keep_vars=True)`. A tied parameter may occur under any of its names. `which`: start
-    of the error message, before "not fit the model".
+    of the error message, before "not fit the" and the model's class.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}

@@ -88,7 +88,7 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of a model's files to download. Other files on the hub are weights for other frameworks."""
+"""Patterns of a model's files to download. The other files of a model on the hub are weights for other frameworks."""
 
 
 def _is_cached(path: str, holding: str) -> bool:

@@ -1,12 +1,12 @@
-"""`Buffer`: forms batches of complete groups and enforces the staleness bound. A buffer has no tokens, only ids and
-versions.
+"""`Buffer`: forms batches of complete groups and enforces the staleness bound. A buffer stores ids and versions, but no
+tokens.
 
     opened ──▶ unfinished ──complete──▶ waiting ──take──▶ a batch
        └──────── closed (filtered, dropped, lost) ◀── too old, stale = "drop"
 
 The staleness bound: when the trainer is at version v, only tokens of version v − max_staleness or newer are trained.
-The scheduler limits how early groups are opened, so older tokens are rare. With `stale = "drop"`, `take` drops groups
-that contain older tokens; with `stale = "mask"`, `trainer/samples.py` masks these tokens.
+The scheduler limits how early groups are opened, so tokens older than this bound are rare. With `stale = "drop"`,
+`take` drops groups that contain older tokens; with `stale = "mask"`, `trainer/samples.py` masks these tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TakeResult:
     """The result of `Buffer.take`."""
 
     group_ids: tuple[int, ...]
-    """[batch_groups] The groups of the batch; empty if too few groups are complete."""
+    """[batch_groups] Ids of the batch's groups; empty if too few groups are complete."""
     expired: tuple[int, ...]
-    """Groups that were removed because they contain tokens that are too old (`stale = "drop"`)."""
+    """Ids of the groups that were removed because they contain tokens that are too old (`stale = "drop"`)."""
 
 
 class Buffer:

@@ -56,7 +56,7 @@ class PromptSource(Protocol):
 
     @property
     def position(self) -> dict[str, int]:
-        """Position in the stream, from which a resumed run continues."""
+        """Position in the prompt stream. A resumed run continues from this position."""
 
     def take(self) -> tuple[Prompt, tuple[int, ...]]:
         """Return the next prompt and its token ids, and advance the position."""
@@ -88,7 +88,8 @@ class _Group:
 
 
 class RolloutController:
-    """The rollouts of training on one `WorkerTransport`. Before `begin` or `resume`, only call `load_weights`."""
+    """The rollouts of training on one `WorkerTransport`. Before `begin` or `resume`, only `load_weights` may be
+    called."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class RolloutController:
         self._num_scoring = 0
         self._refusals = 0
         self._most_leases = 0
-        """Largest number of leases that were active at the same time. A worker that fails refuses all its leases and
-        has no slots any more, so the limit of refusals also counts these leases."""
+        """Largest number of leases that were active at the same time. A failed worker refuses all its leases and has no
+        slots left, so the limit of refusals also depends on this number."""
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self._is_interruptible = False
@@ -119,9 +120,9 @@ class RolloutController:
         self._on_scored: Callable[[int], None] = lambda count: None
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
-        """Seconds since the last `take_seconds`. `generate`: waits for the worker between train steps. `judge`: waits
-        for the scorer. `environment`: waits for environments while nothing is leased. `hidden`: time of train steps in
-        which trajectories were running."""
+        """Seconds since the last `take_seconds`. `generate`: waiting for the worker between train steps. `judge`:
+        waiting for the scorer. `environment`: waiting for environments while nothing is leased. `hidden`: train steps
+        during which trajectories were running."""
         if player is not None:
             self.seconds["environment"] = 0.0
 
@@ -134,8 +135,8 @@ class RolloutController:
         num_batches: float = math.inf,
     ) -> None:
         """Start at `version`, which equals the number of batches delivered before. cursor: the journal's cursor in the
-        prompt stream. carried: open groups of an earlier process. num_batches: batches of the run, which limit the
-        opened groups."""
+        prompt stream. carried: open groups of an earlier process. num_batches: number of batches of the run, which
+        limits how many groups are opened."""
         self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
@@ -162,7 +163,7 @@ class RolloutController:
     ) -> list[OpenGroup]:
         """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: the
         checkpoint's cursor. newest_group_id: largest id in a recorded batch. Without a journal, or if its last entries
-        are lost, the run continues from `cursor` and after `newest_group_id`."""
+        are lost, the run continues from `cursor`, with group ids above `newest_group_id`."""
         place = None if self._journal is None else self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
             place = cursor
@@ -185,7 +186,7 @@ class RolloutController:
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Load a new version into the worker, and return when the transport has loaded it. Raises DeadlineExceeded if
-        the worker makes no progress, and Stopped."""
+        the worker makes no progress, and Stopped on a stop request."""
         self._tensors, self._version = tensors, version
         self._dispatch(ev.VersionTrained(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
@@ -194,7 +195,7 @@ class RolloutController:
     def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
         """Return the groups of the next train step. on_scored: called with the number of trajectories of open groups
         that already have rewards, then with each increase. Raises DeadlineExceeded if the worker makes no progress, and
-        Stopped; the journal then contains all reported tokens."""
+        Stopped on a stop request; in both cases, the journal contains all reported tokens."""
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -235,7 +236,7 @@ class RolloutController:
     def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
-        # after a stop within load_weights, the worker cannot process an abort. After a stop within the draw of a
+        # If a stop interrupted load_weights, the worker cannot process an abort. If a stop interrupted the draw of a
         # prompt, the scheduler's last commands were not executed. In both cases, as after a kill, only journaled tokens
         # are kept.
         if not self._is_interruptible:
@@ -250,7 +251,7 @@ class RolloutController:
         return taken
 
     def take_episode_metrics(self) -> dict[str, float]:
-        """Return the metrics of multi-turn episodes since the last call; nothing without multi-turn tasks."""
+        """Return the metrics of multi-turn episodes since the last call; empty without multi-turn tasks."""
         return {} if self._player is None else self._player.take_metrics()
 
     def version_trained(self, version: int) -> None:
@@ -308,7 +309,7 @@ class RolloutController:
             self._journal.commit()
 
     def _update_capacity(self) -> None:
-        """Send the number of slots to the scheduler if it has changed: workers of a swarm join and leave."""
+        """Send the number of slots to the scheduler if workers that joined or left a swarm have changed this number."""
         slots = self._worker.transport.slots
         if slots != self._slots:
             self._slots = slots
@@ -337,7 +338,7 @@ class RolloutController:
         group.scored.pop(index, None)
         over = group.episodes.pop(index, None)
         if over is not None and over.episode is not None and self._player is not None:
-            # restored so that `begin_again` counts a new attempt: an environment gets no two actions with the same key
+            # Restore the episode, so that `begin_again` counts a new attempt and no two actions have the same key.
             self._player.restore(group.issued.prompt, over.trajectory, over.episode)
         if self._journal is not None:
             self._journal.revoked(revoked.group_id, index)
@@ -474,7 +475,7 @@ class RolloutController:
 
     def _submit(self, group: _Group, finished: Sequence[Trajectory]) -> None:
         """Submit finished trajectories for scoring, or the whole group if its rewards depend on all members. Episodes
-        that no reward function scores have their result already."""
+        that no reward function scores already have their reward."""
         whole = finished
         if self._scorer.sees_groups and finished:
             whole = group.members if all(t.finish_reason is not None for t in group.members) else ()
@@ -488,8 +489,8 @@ class RolloutController:
                 self._take_reward(group, group.episodes[trajectory.sample_index])
 
     def _to_score(self, group: _Group, trajectory: Trajectory) -> Trajectory | ScoredTrajectory | None:
-        """Return the object to submit to the scorer for a finished trajectory: the trajectory or its episode. None for
-        an episode that no reward function scores, or whose environment failed."""
+        """Return the object to submit to the scorer for a finished trajectory: the trajectory or its episode. Return
+        None for an episode that no reward function scores, or whose environment failed."""
         over = group.episodes.get(trajectory.sample_index)
         if over is None:
             return trajectory

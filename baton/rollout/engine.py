@@ -32,30 +32,31 @@ class VllmSettings(Settings):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory for weights and KV cache together, 0 to 1."""
     enforce_eager: bool = False
-    """Run without compilation and CUDA graphs. The engine then starts faster and generates more slowly."""
+    """Run without compilation and CUDA graphs. Without them, the engine starts faster and generates more slowly."""
     return_sampling_mask: bool = False
     """Let vLLM report, for each generated token, the ids that top-k and top-p kept (requires vLLM's Model Runner V2).
-    Must be true if rollout.top_p or rollout.top_k is used. The engine then refuses sampling without top-p and top-k, so
-    eval.enabled must be false. Not tested with vLLM."""
+    Must be true if rollout.top_p or rollout.top_k is used. With this option, the engine refuses sampling without top-p
+    and top-k, so eval.enabled must be false. Not tested with vLLM."""
     quantization: Literal["fp8"] | None = None
     """Quantise the weights when they are loaded. Requires algorithm.correction, because engine and trainer then compute
     different probabilities. Not tested on a GPU."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Dtype of the KV cache; `auto` is engine.dtype. The other values require algorithm.correction. Not tested on a
-    GPU."""
+    """Dtype of the KV cache; `auto` is engine.dtype. Values other than `auto` require algorithm.correction. Not tested
+    on a GPU."""
     batch_invariant: bool = False
-    """Use vLLM's batch-invariant kernels (VLLM_BATCH_INVARIANT). The result of a row then does not depend on the other
-    rows of its batch. These kernels are slower. Not tested on a GPU."""
+    """Use vLLM's batch-invariant kernels (VLLM_BATCH_INVARIANT). With these kernels, the result of a row does not
+    depend on the other rows of its batch. The kernels are slower. Not tested on a GPU."""
     lora_rank: int = Field(default=0, ge=0, le=512)
-    """Maximum rank of a [lora] adapter that vLLM applies without merging it into the base weights. A new version is
-    then sent as the adapter alone. With 0, each adapter is merged into the base weights."""
+    """Maximum rank of a [lora] adapter that vLLM applies without merging it into the base weights. Above 0, a new
+    version is sent as the adapter alone. With 0, each adapter is merged into the base weights."""
     stream_interval: int = Field(default=1, ge=1, le=1024)
     """Number of tokens after which vLLM sends a trajectory's new tokens to Baton. Larger values cost less processor
     time, but a stop string is found only when its tokens arrive. Before a new version is loaded and before an abort,
     Baton receives the tokens that vLLM has not sent yet."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some can run code
-    (trust_remote_code), so a worker accepts them only from its command line, or from the run that started it."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some of these arguments can
+    run code (trust_remote_code), so a worker accepts arguments only from its command line, or from the run that started
+    the worker."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the engine is considered dead."""
 
@@ -99,7 +100,8 @@ class EngineSettings(Settings):
     """`embedded`: Baton's own engine, on any device. `vllm`: vLLM in its own processes (pip install
     'baton-rl[vllm]'). `sglang`: a running SGLang server. A worker can override the kind: baton worker --engine."""
     processes: int = Field(default=0, ge=0)
-    """Number of `embedded` engine processes on a CPU, with one torch thread each; 0: in the trainer's process."""
+    """Number of `embedded` engine processes on a CPU, with one torch thread each; 0: one engine in the trainer's
+    process."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """GPUs for the engines that the run starts on this machine, such as [2, 3], as indices among the visible GPUs. By
     default, the GPUs that no trainer rank uses; if no GPU is free, engines share the trainer's GPUs."""
@@ -110,15 +112,17 @@ class EngineSettings(Settings):
     dtype: DTypeChoice = "auto"
     """Dtype of weights and KV cache: bfloat16, float32, or `auto`: bfloat16 if `model.device` is CUDA, else float32."""
     report_every_tokens: int = 256
-    """Maximum tokens between two reports of a trajectory. If its worker dies, at most this number is lost."""
+    """Maximum tokens between two reports of a trajectory. If a worker dies, each of its trajectories loses at most this
+    number of tokens."""
     report_routing: bool = False
     """In a mixture of experts, report which experts the routers selected for each token, for trainer.moe_replay =
-    "engine". A report has one byte per token, router and selected expert. Kind `vllm` requires rollout.mode = "sync"
-    and vLLM's Model Runner V2, and is not tested on a GPU."""
+    "engine". A report has one byte per token, router and selected expert (two bytes if a router has more than 256
+    experts). Kind `vllm` requires rollout.mode = "sync" and vLLM's Model Runner V2, and is not tested on a GPU."""
     row_attention: bool = False
     """Let each row of a decode step attend only over its own length. By default, all rows attend over the length of the
-    longest row; on a CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. Requires a C compiler
-    on a CPU, because attention and norms are compiled when the engine starts. Not tested on a GPU."""
+    longest row; on a CPU, rows of similar length attend over the length of the longest of them. Only for kind
+    `embedded` in bfloat16. Requires a C compiler on a CPU, because attention and norms are compiled when the engine
+    starts. Not tested on a GPU."""
     vllm: VllmSettings = VllmSettings()
     """Settings of kind `vllm`."""
     sglang: SglangSettings = SglangSettings()
@@ -126,7 +130,7 @@ class EngineSettings(Settings):
 
     @property
     def vllm_parts(self) -> tuple[str, ...]:
-        """The values that this section uses from the axis `vllm` of `support.toml`, such as `fp8`."""
+        """Names of the vLLM features in use, such as `fp8`, as in the axis `vllm` of `support.toml`."""
         own = self.vllm
         has = {
             "devices": own.tensor_parallel * own.pipeline_parallel > 1,
@@ -165,31 +169,31 @@ class EngineStats(msgspec.Struct, frozen=True):
     decoded_tokens: int = 0
     decode_steps: int = 0
     decode_rows: int = 0
-    """Rows that all decode steps computed, with or without lease. Occupancy: `decoded_tokens / decode_rows`."""
+    """Number of rows that decode steps computed, with or without a lease. Occupancy: `decoded_tokens / decode_rows`."""
 
     @classmethod
     def total(cls, parts: Iterable[EngineStats]) -> EngineStats:
-        """Return the sum of each counter."""
+        """Return the counters summed over `parts`."""
         return cls(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 @runtime_checkable
 class Resident(Protocol):
-    """A part that can leave a device and return to it."""
+    """A component, such as an engine, that can free its device memory and later move back to the device."""
 
     def sleep(self) -> None:
-        """Free the part's device memory. Has no effect if the part already sleeps."""
+        """Free the component's device memory. Has no effect if the component already sleeps."""
 
     def wake_up(self) -> None:
-        """Move the part back to the device. Has no effect if the part is already awake."""
+        """Move the component back to the device. Has no effect if the component is already awake."""
 
     @property
     def held_bytes(self) -> int:
-        """Device memory that the part uses now, in bytes."""
+        """Device memory that the component uses now, in bytes."""
 
 
 class Engine(Protocol):
-    """An engine that generates the trajectories of leases. It has no thread: the caller calls `step` in a loop."""
+    """Generates the trajectories of leases. An engine has no thread: the caller calls `step` in a loop."""
 
     @property
     def version(self) -> PolicyVersion:

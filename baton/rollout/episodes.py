@@ -1,13 +1,13 @@
-"""Multi-turn episodes: decides what happens after each turn and after each observation.
+"""Decides how multi-turn episodes continue after each turn and each observation.
 
     turn ends ──action──▶ environment ──observation──▶ appended to the trajectory ──▶ next turn is leased
         │                      │
         │                      └─ terminated, truncated, max_turns, no room ─▶ episode over, rewarded
         └─ budget of tokens used up ─▶ episode over, rewarded
 
-The controller and evaluations use `EpisodePlayer`. They own the trajectories and the leases; an `EpisodePlayer` owns
-the actions and observations of open episodes. Environments are slow and may fail, so they run in other processes
-(`EnvironmentClient`).
+The controller and evaluations use `EpisodePlayer`. These callers own the trajectories and the leases; an
+`EpisodePlayer` owns the actions and observations of open episodes. Environments are slow and may fail, so they run in
+other processes (`EnvironmentClient`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EnvironmentClient(Protocol):
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets to wait on: one becomes readable when an answer arrives. If there are none, call `collect` every few
+        """Sockets to wait on: one becomes readable when an answer arrives. Without sockets, call `collect` every few
         ms."""
 
     def submit(self, request: ActRequest) -> None:
@@ -57,7 +57,7 @@ class EnvironmentClient(Protocol):
         """Return the answers received, waiting at most `timeout_s` for the first."""
 
     def discard(self, key: EpisodeKey) -> None:
-        """Close the environment of an episode that is over."""
+        """Close the environment of an episode that has ended."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call."""
@@ -74,8 +74,8 @@ class EnvironmentInbox:
         self._kept: dict[int, list[Observation | ActFailure]] = {}
 
     def sockets(self, stream: int) -> Sequence[FrameSocket]:
-        """Return the client's sockets. If the inbox already has answers for `stream`, return none, because no wait is
-        needed."""
+        """Return the client's sockets. If the inbox already has answers for `stream`, return no sockets, because no
+        wait is needed."""
         return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
@@ -101,10 +101,10 @@ class EpisodeRules:
     discount: float = 1.0
     """Discount factor: in the episode's reward, the reward of turn t is multiplied by `discount` to the power t."""
     may_replay: bool = True
-    """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If not, the
+    """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If False, the
     episode begins again, because it is unknown whether the environment executed the last action."""
     max_attempts: int = 3
-    """Maximum number of attempts at an episode whose environment fails. After the last one, the episode has no
+    """Maximum number of attempts at an episode whose environment fails. After the last attempt, the episode has no
     reward."""
 
 
@@ -115,7 +115,7 @@ class Continued:
     trajectory: Trajectory
     episode: Episode
     appended: tuple[Segment, ...]
-    """The observation, or nothing if a new path begins."""
+    """The observation; empty if a new path begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ class ErrorBudget:
         return (self._num_begun - 1) // self.BLOCK
 
     def fail(self, block: int, blame: float = 1.0) -> str | None:
-        """Count a failed attempt. If several calls share one failure, `blame` is the fraction that each call counts.
-        Return an error text if more than the allowed share of a block has failed, otherwise None."""
+        """Count a failed attempt. If several calls share one failure, each call counts as the fraction `blame` of a
+        failure. Return an error text if more than the allowed share of a block has failed, otherwise None."""
         self._failed[block] = self._failed.get(block, 0.0) + blame
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
@@ -198,7 +198,7 @@ class EpisodePlayer:
         self._acting: set[tuple[int, int]] = set()
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
-        """Episodes that ended since the last call of `take_metrics`, without those whose environment failed."""
+        """Episodes that ended since the last call of `take_metrics`, except episodes whose environment failed."""
 
     @property
     def num_acting(self) -> int:
@@ -295,7 +295,7 @@ class EpisodePlayer:
             self._open[_key(trajectory)] = _Open(prompt, trajectory, again)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call as docs/metrics.md defines them, and reset them."""
+        """Return and reset the metrics collected since the last call, as docs/metrics.md defines them."""
         (counts, self._counts), (over, self._over) = (self._counts, Counter()), (self._over, [])
         found = {f"env/{name}": float(count) for name, count in sorted(counts.items())}
         if over:
@@ -436,7 +436,7 @@ def path_seeds(noise_seed: int, num_paths: int) -> list[int]:
 
 
 _PATH_SEED = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio. Its multiples, added to the noise seed, give each path of an episode its own seed."""
+"""2^64 / golden ratio. Multiples of this number, added to the noise seed, give each path of an episode its own seed."""
 _FINISH = {
     EpisodeFinish.ENVIRONMENT: FinishReason.ENVIRONMENT,
     EpisodeFinish.PARSE_ERROR: FinishReason.ENVIRONMENT,

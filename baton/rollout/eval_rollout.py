@@ -56,7 +56,8 @@ class EvalRollout:
 
         A multi-turn episode is yielded with the reward that its environment gave. Raises UserError if a prompt leaves
         no room for a response, EngineFault if the worker serves another version or aborts a trajectory,
-        DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
+        DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped on
+        a stop request.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
@@ -151,7 +152,7 @@ class _EvalLeases:
             return
         leases = [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]
         for lease_id in leases:
-            # the lease may belong to another path of the episode than the revoked one
+            # the lease may belong to another path of the episode than the revoked path
             self._worker.transport.send(Abort(lease_id))
             del self.growing[lease_id]
         if leases or (self._player is not None and self._player.is_acting(key)):

@@ -1,4 +1,4 @@
-"""Events that the scheduler receives, and commands that it returns. Both contain counts and versions, but no token ids.
+"""Events that the scheduler receives, and commands that it returns, with counts and versions but without token ids.
 
 (group_id, sample_index) identifies a trajectory.
 """
@@ -13,7 +13,7 @@ from baton.clock import TimedEvent
 
 
 class TrajectoryEvent(TimedEvent, frozen=True):
-    """An event of one trajectory, which (group_id, sample_index) identifies."""
+    """An event of one trajectory."""
 
     group_id: int
     sample_index: int
@@ -25,7 +25,7 @@ class Capacity(TimedEvent, frozen=True, tag="Capacity"):
     slots: int
     """Number of trajectories that the workers generate concurrently."""
     queue: int = 0
-    """Number of leases to send in addition to `slots`, so that a worker has the next lease when a slot becomes free."""
+    """Number of leases to send beyond `slots`, so that a worker already has the next lease when a slot becomes free."""
 
 
 class TokensLost(TimedEvent, frozen=True, tag="Lost"):
@@ -36,7 +36,7 @@ class TokensLost(TimedEvent, frozen=True, tag="Lost"):
 
 
 class Revoked(TrajectoryEvent, frozen=True, tag="Revoked"):
-    """The tokens of a trajectory, whose group is not in a batch yet, are not trusted: it must be generated again."""
+    """A trajectory whose group is not in a batch yet must be generated again, because its tokens are not trusted."""
 
     cause: str
 

@@ -2,10 +2,10 @@
 
 Over-provision is the number of open groups divided by the number of groups in a batch. More open groups fill the slots
 that become empty while the longest trajectories of a batch finish. The cost is a prefill per resumed trajectory, wider
-decode steps, and tokens that become too old to be trained. Gain and cost depend on the lengths and on the engine, so
-occupancy alone does not determine the best value. A level is one of the values of over-provision in `LEVELS`.
-`OverprovisionSearch` measures the rate of useful tokens at the present level and at its two neighbours, and moves to
-the best level.
+decode steps, and tokens that become too old to be trained. Gain and cost depend on the response lengths and on the
+engine, so occupancy alone does not determine the best value. A level is one of the values of over-provision in
+`LEVELS`. `OverprovisionSearch` measures the rate of useful tokens at the present level and at its two neighbours, and
+moves to the best level.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OverprovisionSearch:
     _rates: dict[float, tuple[float, int]] = field(default_factory=dict)
     """Level → (useful tokens per slot-second, number of batches at the end of the measurement)."""
     _measured: dict[float, int] = field(default_factory=dict)
-    """Level → number of batches at the end of its last measurement. Unlike `_rates`, never cleared."""
+    """Level → number of batches at the end of its last measurement. Unlike `_rates`, this dict is never cleared."""
 
     def next(self, now: SlotUse) -> float:
         """Return the level of the next batch: the present level or one of its neighbours. Call once per batch."""
@@ -88,5 +88,5 @@ class OverprovisionSearch:
             return best
         oldest = self._batches - MEMORY
         to_measure = [level for level in near if level not in self._rates or self._rates[level][1] < oldest]
-        # prefer the level measured longest ago, so that changing rates do not always lead to the same side
+        # prefer the level measured longest ago, so that changing rates do not favour one direction
         return min(to_measure, key=lambda level: self._measured.get(level, 0), default=self.level)

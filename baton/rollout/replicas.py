@@ -6,8 +6,8 @@
 | one per replica | leases, aborts, loads | events                | its engine, or messages | deadlines, messages   |
 
 Each replica loads a version by itself. `load_weights` returns when the replicas that served the last version have
-loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after
-`first + max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no leases, and its leases are
+loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after `first
++ max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no new leases, and its current leases are
 refused, so the controller sends them to other replicas. A replica whose engine has failed is started again, and
 receives the next version.
 """
@@ -52,7 +52,7 @@ _CLOSE_S: Final = 30.0
 
 
 class Versions(Protocol):
-    """Sends versions to all replicas. A replica receives one in its engine's `load_weights`."""
+    """Sends versions to all replicas. A replica receives a version in its engine's `load_weights`."""
 
     @property
     def sent_bytes(self) -> int:
@@ -62,7 +62,7 @@ class Versions(Protocol):
         """Begin to send a version; return the tensors for `Engine.load_weights`."""
 
     def withdraw(self) -> None:
-        """End the offer. Replicas that are receiving the version continue."""
+        """End the offer. Replicas that are already receiving the version continue to receive it."""
 
     def close(self) -> None:
         """Close all communicators."""
@@ -76,7 +76,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A replica serves a version, or, with a cause, has not loaded it."""
+    """A replica serves a version or, if `cause` is not empty, has failed to load the version."""
 
     version: PolicyVersion
     cause: str = ""
@@ -111,9 +111,9 @@ class _Replica:
     version: int = 0
     """Number of the last version that the replica served."""
     busy_s: float = 0.0
-    """Seconds in which the replica had leases."""
+    """Seconds spent in steps of the engine. Steps run only while the replica has leases."""
     lease_s: float = 0.0
-    """Sum of these seconds over the leases."""
+    """Lease-seconds: duration of each step times the number of leases, summed over the steps."""
     counted: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Decoded tokens, `busy_s` and `lease_s` at the last call of `take_metrics`."""
     thread: Future[None] | None = None
@@ -127,7 +127,7 @@ class _Replica:
 
 
 class ReplicaTransport(WorkerTransport):
-    """Several engines, each with a thread, and together one worker."""
+    """One worker that consists of several engines, each with its own thread."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class ReplicaTransport(WorkerTransport):
         trace: LeaseTrace | None = None,
         restart: RestartRule | None = None,
     ) -> None:
-        """build: starts the engine of a replica, at the start of the run (then serving `version`) and after a failure.
-        Raises the errors of `build`."""
+        """build: starts the engine of a replica. At the start of the run, the engine must serve `version`; after a
+        failure, `build` starts another engine. Raises the errors of `build`."""
         self._build, self._versions, self._version = build, versions, version
         self._trace, self._rule = trace or LeaseTrace(TraceWriter()), restart or RestartRule()
         self._events: SimpleQueue[tuple[_Replica, Any]] = SimpleQueue()
@@ -156,7 +156,7 @@ class ReplicaTransport(WorkerTransport):
             raise
         self._slots = [replica.engine.slots for replica in self.replicas]
         self._free = list(self._slots)
-        """Slots that the queue may use: none of a replica that does not serve."""
+        """Number of slots that the queue may use, per replica; 0 for a replica that does not serve."""
         self._queue = LeaseQueue(self._free)
         for replica in self.replicas:
             replica.thread = begin(lambda own=replica: self._live(own))  # type: ignore[misc]
@@ -282,7 +282,7 @@ class ReplicaTransport(WorkerTransport):
         replica.is_serving, replica.cause, self._free[replica.index] = False, cause, 0
 
     def _release(self, replica: _Replica) -> None:
-        """Refuse the leases of a replica that does not serve, so that the controller sends them to another one."""
+        """Refuse the leases of a replica that does not serve, so that the controller sends them to another replica."""
         for lease_id in sorted(self._queue.leases[replica.index]):
             self._refuse(replica, lease_id)
             replica.inbox.put(Abort(lease_id))

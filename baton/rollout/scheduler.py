@@ -71,8 +71,8 @@ class RolloutScheduler:
         self._is_requested = False
         self._is_paused = False
         self._is_changing = True
-        """True until the workers serve the latest published version. Meanwhile no lease is assigned, unless workers
-        load versions while leases run (`Rules.is_in_flight`)."""
+        """True until the workers serve the latest published version. While this value is True, no lease is assigned,
+        unless workers load versions while leases run (`Rules.is_in_flight`)."""
         self._published = version
         self._served: int | None = None
         """Version of the last `VersionServed` event; None before the first one."""
@@ -98,8 +98,8 @@ class RolloutScheduler:
         return commands
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Apply one event and return the resulting commands in the order in which they must be executed. An event whose
-        time is earlier than the previous event's is handled as if it had the same time."""
+        """Apply one event and return the resulting commands in the order in which they must be executed. An event with
+        an earlier time than the previous event is handled as if both had the time of the previous event."""
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
             if self._is_running:
@@ -275,7 +275,7 @@ class RolloutScheduler:
         return self._is_requested or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[ev.Command]:
-        """Assign pending trajectories to free slots and queue places. Open a group when none is pending."""
+        """Assign pending trajectories to free slots and queue places. Open a group when no trajectory is pending."""
         if not self._is_generating():
             return
         most = min(self._max_leases, self.rules.max_concurrency or math.inf)
@@ -352,7 +352,7 @@ class RolloutScheduler:
         yield ev.Deliver(self._delivered, take.group_ids)
 
     def _drop(self, group: TrackedGroup) -> Iterator[ev.Command]:
-        """Queue a group's prompt for another attempt under a new id; discard it after `max_requeues` attempts."""
+        """Queue a group's prompt for an attempt under a new id; discard the prompt after `max_requeues` attempts."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
             self.step.requeued_groups += 1
@@ -378,7 +378,7 @@ class RolloutScheduler:
         return SlotUse(ledger.generated - wasted, self._busy_slot_s, self._slot_s)
 
     def _load_when_free(self) -> Iterator[ev.Command]:
-        """Load the published version if no trajectory is leased under the previous one."""
+        """Load the published version if no trajectory is leased under the previous version."""
         if self._is_changing and not self._is_loading and not len(self._leased):
             self._is_loading = True
             yield ev.Load(self._published)

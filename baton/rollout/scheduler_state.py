@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 QUANTILES = 4
-"""Number of metrics `staleness/length_q…`, one per quantile of trajectory length."""
+"""Number of quantiles of trajectory length, each with a metric `staleness/length_q…`."""
 
 
 class TrajectoryState(Enum):
@@ -44,7 +44,7 @@ class TrackedTrajectory:
         return f"{self.group_id}/{self.sample_index}"
 
     def grow(self, version: int, num_tokens: int) -> None:
-        """Add tokens of a version that is not older than the last one."""
+        """Add tokens of a version that is not older than the trajectory's last version."""
         last, count = self.versions[-1] if self.versions else (-1, 0)
         assert num_tokens > 0, f"trajectory {self.name} grew by {num_tokens} tokens"
         assert version >= last, f"trajectory {self.name}: version {version} after {last}"

@@ -103,9 +103,10 @@ class RolloutSettings(Settings):
     """Maximum staleness of a trained token, in versions. Default: 0 in `sync`, else 4."""
     on_new_version: OnNewVersion | None = None
     """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): the trajectories finish
-    first. `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new
-    weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights. In `partial`,
-    only an embedded engine in the trainer's process lets them continue; other engines abort and resume them."""
+    first. `resume` (default of `partial` and `async`): the trajectories are aborted, and resume from their token ids
+    under the new weights. `keep` (`partial` and `async`): the trajectories continue with the keys and values of the old
+    weights. In `partial`, only an embedded engine in the trainer's process supports `keep`; other engines abort and
+    resume the trajectories."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""

@@ -35,7 +35,8 @@ class WorkerTransport(Protocol):
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets, one of which is readable when `receive` has messages. Without them, only `receive` can wait."""
+        """Sockets, one of which is readable when `receive` has messages. Without sockets, the caller can wait for
+        messages only in `receive`."""
         return ()
 
     def send(self, message: FromHub) -> None:
@@ -68,8 +69,8 @@ class WorkerTransport(Protocol):
 
 
 STEPS = 8
-"""Maximum number of decode steps per call of `receive`. After a decode step, the processor's caches contain no data of
-the controller, so the controller handles the messages of several steps together faster than step by step."""
+"""Maximum number of decode steps per call of `receive`. Each decode step evicts the controller's data from the
+processor's caches, so handling the messages of several steps together is faster."""
 STEPS_S = 0.05
 """In a call of `receive`, no step starts after this number of seconds."""
 

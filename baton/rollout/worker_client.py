@@ -42,7 +42,8 @@ class WorkerClient:
         stop: StopRequest | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """stall_timeout_s: maximum time without progress. max_context_tokens: of the worker's engine, or None."""
+        """stall_timeout_s: maximum time without progress. max_context_tokens: maximum context of the worker's engine;
+        None disables `check_room`."""
         self.transport, self.clock = transport, clock
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""
@@ -103,7 +104,7 @@ class WorkerClient:
         if messages or is_empty != self._is_empty or not num_waiting:
             self._waited_s, self._is_empty = 0.0, is_empty
             return messages
-        # once per call and not per message, because a swarm adds the counters of all workers
+        # the counters are read once per call and not per message, because a swarm adds the counters of all workers
         stats = self.transport.stats()
         if stats != self._stats:
             self._waited_s, self._stats = 0.0, stats

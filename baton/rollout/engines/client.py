@@ -62,17 +62,17 @@ class GeneratedTokens:
     prefilled: int
     """Number of prompt tokens that the program prefilled; 0 in all messages of a request except the first."""
     weights: str | None = None
-    """Label of the weights that generated the tokens; None if the program does not report it."""
+    """Label of the weights that generated the tokens; None if the program does not report the label."""
     by_weights: Mapping[str, int] | None = None
-    """Label of weights → number of the request's tokens that these weights generated. Only the last message has it, if
-    the program reports it."""
+    """Label of weights → number of the request's tokens that these weights generated. None before the last message of a
+    request, or if the program does not report the numbers."""
     masks: Sequence[Sequence[int]] | None = None
-    """For each new token: ascending ids that top-k and top-p kept. None if the program does not report them."""
+    """For each new token: ascending ids that top-k and top-p kept. None if the program does not report masks."""
     experts: NDArray[Any] | None = None
-    """[T, layers, experts per token] Ids of the experts at the positions that computed the logits of the request's T
-    tokens. Only the last message has it, if the program reports it."""
+    """[T, layers, experts per token] Ids of the experts that computed the logits of the request's T tokens. None before
+    the last message of a request, or if the program does not report experts."""
     routing: Sequence[bytes] | None = None
-    """`Segment.routing` of the tokens; None if it is not reported."""
+    """`Segment.routing` of the tokens; None if the program does not report experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,7 @@ class EngineClient(ABC):
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
-        call. close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most the same
-        time for the thread."""
+        call. close_s: maximum number of seconds that `close` waits for `_stop`, and then for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
@@ -106,10 +105,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def end(self, keys: Sequence[str]) -> None:
-        """Abort requests. `take` may still return some of their tokens."""
+        """Abort requests. `take` may still return some tokens of these requests."""
 
     def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
-        """Return the received messages. Wait at most `timeout_s` for the first; if none arrives, call `check`."""
+        """Return the received messages. Wait at most `timeout_s` for the first message; if no message arrives, call
+        `check`."""
         found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
@@ -121,7 +121,7 @@ class EngineClient(ABC):
 
     def flush(self) -> bool:
         """Receive the tokens that the program has generated but not sent; the next `take` returns them. Return False if
-        the program sends each token at once."""
+        the program sends each token immediately."""
         return False
 
     @abstractmethod

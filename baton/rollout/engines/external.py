@@ -2,9 +2,10 @@
 
     submit ─▶ SlotTable ─▶ slot ═ EngineRequest ═▶ program ═ GeneratedTokens ═▶ SlotTable ─▶ Report
 
-As in every engine, `SlotTable` decides which leases run, when they end, and what is reported. The program returns only
-token ids and logprobs. The program can run as many requests as there are slots, so leases wait only in `SlotTable`.
-The program streams tokens, and `ExternalEngine` discards tokens after a stop string.
+As in every engine, `SlotTable` decides which leases run, when they end, and what is reported. The program returns token
+ids and logprobs and, if configured, sampling masks and experts. The program can run as many requests as there are
+slots, so leases wait only in `SlotTable`. The program streams tokens, and `ExternalEngine` discards tokens after a stop
+string.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RunningRequest:
 
 
 def joined(said: Sequence[GeneratedTokens]) -> GeneratedTokens:
-    """Merge the messages of a request into one that has all their tokens, and the other fields of the last message."""
+    """Merge the messages of a request into one that has all tokens and otherwise the fields of the last message."""
     return replace(
         said[-1],
         token_ids=[token for one in said for token in one.token_ids],
@@ -132,13 +133,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self.end_load(version, label)
 
     def begin_load(self, version: PolicyVersion) -> str:
-        """Pause, and record all generated tokens under the old version. Return the label of the new weights."""
+        """Pause the program; record all generated tokens under the old version. Return the label of the new weights."""
         self._client.pause()
         self._outbox += self._collect_tokens(0.0)
         return f"{version.lineage}-{version.number}-{next(self._keys)}"
 
     def end_load(self, version: PolicyVersion, label: str) -> None:
-        """Continue with a version that the program has loaded since `begin_load`."""
+        """Resume generation with a version that the program has loaded since `begin_load`."""
         self._label = label
         self._table.switch(version)
         self._outbox += self._abort_rows()
@@ -147,7 +148,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     @property
     def mask_dtype(self) -> str | None:
-        """Dtype (`kept_dtype`) of the sampling masks that the program reports; None if it reports none."""
+        """Dtype (`kept_dtype`) of the sampling masks that the program reports; None if the program reports no masks."""
         return None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:

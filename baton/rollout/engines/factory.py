@@ -103,8 +103,8 @@ def chosen(
     """Return the run's engine settings, changed by the overrides of this machine's user. Raises UserError for an
     invalid override.
 
-    kind: engine kind that replaces the recipe's. options: strings `key=value`, such as `tensor_parallel=2`, for keys in
-    the section of this engine kind.
+    kind: engine kind to use instead of the recipe's. options: strings `key=value`, such as `tensor_parallel=2`, for
+    keys in the section of this engine kind.
     """
     kind = kind or settings.kind
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""`FakeEngine`: an engine without a model, for tests. Its slots, queue and reports work as in a real engine."""
+"""`FakeEngine`: an engine without a model, for tests. Slots, queue and reports work as in a real engine."""
 
 from __future__ import annotations
 

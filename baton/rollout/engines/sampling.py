@@ -27,7 +27,7 @@ _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
 """Probabilities are converted to integers in units of 2^-50, so that their cumulative sum is exact and monotonic."""
 CHUNK_VALUES = 1 << 18
-"""Number of logits that a CPU samples in one part. Intermediate results of this size stay in the processor's cache.
+"""Number of logits that a CPU processes at a time. Intermediate results of this size stay in the processor's cache.
 Intermediate results of a whole batch would be so large that the allocator returns their memory to the operating system,
 which must then clear the pages again in every step."""
 

@@ -28,14 +28,14 @@ Text = Callable[[Sequence[int]], str]
 
 
 class Piece(NamedTuple):
-    """A part of the ids before the next decode step, whose keys and values are computed and kept together."""
+    """A range of the ids before the next decode step. The keys and values of a piece are computed and kept together."""
 
     end: int
     """Number of ids from the start of the prompt to the end of the piece."""
     version: int | None
     """Number of the version that computes the piece's keys and values; None for the engine's version."""
     is_within_turn: bool = False
-    """Whether the piece ends with tokens of an unfinished turn. A prefill computes all other pieces."""
+    """Whether the piece ends with tokens of an unfinished turn. If not, a prefill computes the piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class RunningLease:
         return None if self.room > 0 else FinishReason.LENGTH
 
     def close_segment(self, version: int) -> None:
-        """End the current segment. All its tokens were sampled under `version`."""
+        """End the current segment, whose tokens were all sampled under `version`."""
         if self._tokens:
             segment = Segment(self._tokens, self._logprobs, version, Author.POLICY, self._routing, self._kept)
             self._closed.append(segment)
@@ -152,8 +152,8 @@ class RunningLease:
 
 class StopText:
     """Detects the stop strings of one trajectory. Only the policy's tokens after the last observation are searched.
-    Each token with text has at least one byte. A stop string of n bytes therefore spans at most n such tokens, so only
-    the last tokens must be decoded."""
+    Each token with text has at least one byte. A stop string of n bytes therefore spans at most n tokens with text, so
+    only the last tokens must be decoded."""
 
     def __init__(self, lease: Lease, text: Text) -> None:
         self._stop = lease.sampling.stop
@@ -247,7 +247,7 @@ class SlotTable:
 
     def admit(self) -> list[tuple[int, RunningLease]]:
         """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have
-        tokens come first, then older leases. The first lease gets the lowest slot."""
+        tokens come first, then older leases. The first of these leases gets the lowest slot."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting or self.num_running == len(self.rows):
             return admitted

@@ -3,8 +3,9 @@ the same class.
 
 A lease is sent to an engine only when the engine has a free slot, so engines whose responses are short receive more
 leases. Trajectories that already have tokens (further turns, resumed trajectories) are sent before new trajectories. A
-trajectory with tokens returns to its last engine, because that engine may have kept its keys and values. If the last
-engine is much busier than another engine, the trajectory is sent to the least busy engine instead (`returns_home`).
+trajectory with tokens returns to its last engine, because that engine may have kept the trajectory's keys and values.
+If the last engine is much busier than another engine, the trajectory is sent to the least busy engine instead
+(`returns_home`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class LeaseQueue:
 
     def assign(self) -> list[Handover]:
         """Return the waiting leases for which there are free slots, each with its engine. Leases of one group are sent
-        to one engine while it has free slots, because it prefills their prompt only once."""
+        to one engine while it has free slots, because one engine prefills the group's prompt only once."""
         found: list[Handover] = []
         group_id = least = -1
         while waiting := self._begun or self._new:

@@ -33,9 +33,9 @@ from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_masks
 CLOSE_GRACE_S = 2.0
 """Seconds after which processes that have not exited are killed."""
 SaveTensors = Callable[[Mapping[str, Any], Path], Path]
-"""Function that returns a safetensors file with the tensors. If no such file exists, the function writes them to the
-given path and returns this path. `EnginePool` takes the function as an argument, because this module must not import
-torch."""
+"""Function that returns a safetensors file with the tensors. If no such file exists, the function writes the tensors to
+the given path and returns this path. `EnginePool` takes the function as an argument, because this module must not
+import torch."""
 
 
 class EngineProcess:

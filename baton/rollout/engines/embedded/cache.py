@@ -25,7 +25,7 @@ KV_BUCKET = 64
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The keys and values of one piece of a sequence of ids, in separate tensors."""
+    """A copy of the keys and values of one piece of a token sequence."""
 
     keys: list[Tensor]
     """One tensor [L, kv_heads, head_dim] per layer."""
@@ -77,7 +77,7 @@ class KeptPrefixes:
 
 
 class DecodeWindow:
-    """The part of the slots that a decode step uses, in all layers. `SlotCache.focus` sets it before each step."""
+    """The part of the slots that a decode step uses in all layers, as set by `SlotCache.focus` before the step."""
 
     __slots__ = ("first_W", "kv_length", "places_W", "width")
 
@@ -116,7 +116,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the new key and value of each row at the row's position; return the keys and values of the window.
-        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two [W, kv_heads, kv_length, head_dim]."""
+        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length,
+        head_dim]."""
         window = self._window
         width, kv_length = window.width, window.kv_length
         with unordered_writes(key_states.device):  # each row writes to a slot of its own
@@ -195,7 +196,7 @@ class SlotCache(Cache):
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. Each cycle needs temporary memory only for its shortest row."""
+        permutation of the lowest slots. A cycle of the permutation needs temporary memory only for its shortest row."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:
@@ -216,10 +217,11 @@ class SlotCache(Cache):
 
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
-    """Return the cache for one prefill. Its first `length` positions have the keys and values of earlier pieces.
+    """Return the cache for one prefill. The cache's first `length` positions have the keys and values of earlier
+    pieces.
 
-    pasts: for each of the first rows, the earlier pieces. The positions between these pieces and `length` are zero and
-    must be masked.
+    pasts: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no earlier pieces. The
+    positions between these pieces and `length` are zero and must be masked.
     """
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     like = next((pieces[0] for pieces in pasts if pieces), None)
@@ -263,7 +265,7 @@ class Masks:
     """The attention masks of a model with full or sliding-window attention layers."""
 
     windows: dict[str, int | None]
-    """Layer type → number of positions that a token attends to, including its own; None means all."""
+    """Layer type → number of positions that a token attends to, including its own; None means all positions."""
     by_type: bool
     """Whether the model expects one mask per layer type instead of one mask for all layers."""
     dtype: torch.dtype

@@ -2,8 +2,8 @@
 
     step:  report aborts ─▶ fill free slots (prefill missing pieces) ─▶ decode one token per row ─▶ report
 
-**Only decode samples.** Prefill computes the keys and values of all ids except the last one, and no logits. The last id
-is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
+**Only decode steps sample tokens.** Prefill computes the keys and values of all ids except the last one, and no logits.
+The last id is the first input of decode. New prompts, shared prompts and resumed trajectories use the same code.
 
 **Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
 where a turn begins is always computed by one prefill, which reads the pieces before it. If such a piece is computed
@@ -44,7 +44,7 @@ _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
 """Maximum number of waiting leases whose prefixes may fill the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
-"""Minimum of `_kept_limit`, counted in contexts of maximum length."""
+"""Minimum of `_kept_limit`, as a number of contexts of maximum length."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -80,7 +80,7 @@ class EmbeddedEngine(SlotEngine):
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
         """Whether a lease that started since the last load of weights accepts newer versions. Such a lease may use keys
-        and values of older versions, so the next load keeps them."""
+        and values of older versions, so the next load keeps those keys and values."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
@@ -168,8 +168,8 @@ class EmbeddedEngine(SlotEngine):
     def _missing(
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return for each prefill shape a dict: the first piece of a chain that is not kept → the pieces before it.
-        chains: the pieces of each row, in order."""
+        """Return the pieces to prefill next, by prefill shape: the first piece of each chain that is not kept → the
+        pieces before this piece. chains: the pieces of each row, in order."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):
@@ -178,9 +178,9 @@ class EmbeddedEngine(SlotEngine):
         return found
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
-        """Return the pieces of a row's prefix, with the version that computes each piece: normally the current version.
-        A lease that accepts newer versions uses the pieces that older versions of its trajectory computed, if more of
-        them are kept."""
+        """Return the pieces of a row's prefix. Each piece has the version that computes it, normally the current
+        version. A lease that accepts newer versions uses the pieces that older versions computed, if more of those
+        pieces are kept than of the current version's."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -212,16 +212,16 @@ class EmbeddedEngine(SlotEngine):
     @property
     def _kept_limit(self) -> int:
         """Maximum number of tokens whose keys and values are kept outside the slots: those of `_KEPT_CONTEXTS` contexts
-        of maximum length. On a CPU, the number of contexts is also at least half of the number of slots, and at least
-        the number of free slots, so the limit decreases when leases take slots."""
+        of maximum length. On a CPU, the limit is at least half as many contexts as slots, and at least as many as free
+        slots, so the limit decreases when leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)
         return contexts * self._context_tokens
 
     def _drop_kept(self) -> None:
-        """Drop the least recently used pieces beyond `_kept_limit`. Pieces of running leases are dropped only when no
-        others are left, and pieces of waiting leases last of all."""
+        """Drop the least recently used pieces beyond `_kept_limit`. Pieces that no lease uses are dropped first, then
+        pieces of running leases, then pieces of waiting leases."""
         if self._kept.num_tokens > (limit := self._kept_limit):
             for _, row in self._table.running():
                 self._kept.use(row.kept)

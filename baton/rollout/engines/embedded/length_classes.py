@@ -3,8 +3,8 @@ of its own longest row.
 
 Rows of similar length are kept in adjacent slots. The keys and values of a class are then a view of the slots, without
 a copy. `LengthClasses` chooses at most three classes, and the order of rows that these classes need. The choices are
-reproducible, because they depend on numbers of positions and not on measured times. All scanned lengths compute
-identical bits (`network.py`), so the result of a row does not depend on the classes.
+reproducible, because they depend on numbers of positions and not on measured times. Scans of all allowed lengths
+compute identical bits (`network.py`), so the result of a row does not depend on the classes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ for prefill. Results on a CPU:
     rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
     positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths
 
-At start a few tokens are also computed by the plain forward of the model. The model is refused if the logits differ.
+At start, the model's plain forward pass also computes the logits of a few tokens. The model is refused if these logits
+differ from those of decode.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from baton.rollout.engines.embedded.packed import PackedLinears
 from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, can_attend_by_class
 
 _PREFILL_TOKENS = 512
-"""Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
+"""Maximum tokens of a prefill, including padding. A longer sequence is prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""A prefill with fewer rows than `prefill_shape` allows has at least this number of new positions, with padding."""
+"""Minimum number of new positions, including padding, of a prefill with fewer rows than `prefill_shape` allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs (maximum length, bucket): a length up to the maximum is rounded up to a multiple of the bucket."""
 _LONG_BUCKET = 64
 """Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""Maximum number of positions, including padding, of a prefill of several rows that follow earlier pieces. The
-positions of the earlier pieces count, because the prefill copies them."""
+"""Maximum number of positions, including padding, of a prefill of several rows that have earlier pieces. The positions
+of the earlier pieces count, because the prefill copies them."""
 _MASKED_TOKENS = 1024
 """Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. The maximum limits
 the size of the attention mask, which has an entry for each computed token and each earlier position."""
@@ -131,15 +132,15 @@ class Network:
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Numbers of rows for which a decode step computes identical bits, ascending. The last number covers all
+        """Ascending batch sizes at which a decode step computes identical bits. The last batch size covers all
         slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Numbers of scanned positions for which a decode step computes identical bits, ascending. The last is the
-        cache length."""
+        """Ascending KV lengths at which a decode step computes identical bits. The last KV length is the cache
+        length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
-        """Prefill shape → numbers of rows for which a prefill of this shape computes identical bits, ascending."""
+        """Prefill shape → ascending batch sizes at which a prefill of this shape computes identical bits."""
         self.cache = self._proven_cache()
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
@@ -233,8 +234,9 @@ class Network:
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
     def sleep(self) -> None:
-        """Free the device memory of slots and weights. May be called twice. A whole version is freed, because the next
-        one replaces it. After an adapter, the base weights move to host memory."""
+        """Free the device memory of slots and weights. May be called twice. If the last version was a whole model, its
+        weights are freed, because the next version replaces them. If the last version was an adapter, the base weights
+        move to host memory."""
         if self.is_resting:
             return
         self.is_resting = True
@@ -288,8 +290,8 @@ class Network:
         return cache
 
     def _probe(self) -> tuple[SlotCache, float]:
-        """Allocate the slots. Return them, and the relative difference of the logits of `decode` and of a plain
-        forward. The test ids are longer than the longest sliding window if the context allows it."""
+        """Allocate the slots. Return the slots, and the relative difference between the logits of `decode` and those of
+        a plain forward pass. The test ids are longer than the longest sliding window if the context allows it."""
         windows = [w for w in self._masks.windows.values() if w is not None]
         length = min(max([*windows, 0]) + 12, self._max_context_tokens)
         ids = [(7 * i + 1) % self.vocabulary for i in range(length)]

@@ -43,9 +43,9 @@ fit into a CPU's cache; with more tokens, a forward takes longer per token."""
 _MAX_LOGITS = 2**22
 """Maximum number of logits in memory at the same time. Scoring makes several float64 copies of the logits."""
 _BORDER = 0.05
-"""Relative tolerance at the border of top-p and top-k: rounding may keep or remove tokens that are this close to it."""
+"""Relative tolerance at the border of top-p and top-k: rounding may keep or remove tokens this close to the border."""
 _LEAST = 2.0**-48
-"""Below this probability, a token may be missing in a sampling mask: `sample` computes in units of 2^-50."""
+"""A token below this probability may be missing in a sampling mask, because `sample` computes in units of 2^-50."""
 _MAX_GAP = 1e3
 """Upper bound of a gap, in nats. A token that the draw cannot select with any rounding has this gap."""
 
@@ -68,7 +68,7 @@ class Rescorer:
     """Scores claims under one version at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take ownership of a model. Until a whole version is loaded, adapters are merged into its weights."""
+        """Take ownership of a model, into which adapters are merged until a whole version is loaded."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
@@ -219,8 +219,9 @@ def _masked_distance(
     """Return logprobs, draw gaps and tail masses over the reported masks, and `Rescored.mask_gaps`.
 
     For a token outside top-p, the distance is the log-odds of the total probability of all more likely tokens, minus
-    the log-odds of top-p. For a token outside top-k, it is the logprob of the last token inside minus the token's
-    logprob. Like the draw gap, both distances move by at most 2δ if no logit moves by more than δ.
+    the log-odds of top-p. For a token outside top-k, the distance is the logprob of the least likely token inside
+    top-k, minus the token's logprob. Like the draw gap, both distances move by at most 2δ if no logit moves by more
+    than δ.
     """
     last = logs_RV.shape[-1] - 1
     columns_RK = kept_RK.masked_fill(kept_RK < 0, last + 1)
@@ -265,11 +266,11 @@ def _filtered_distance(
     mass over that set.
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
-    possible. The first three are n − 1 tokens, n + 1 tokens, and all tokens up to the target. These three sets require
-    that the mass before the last token that differs is within `_BORDER` of top-p, and that top-k allows their number of
-    tokens. In the fourth set, the target replaces token n; if the target is among the n most likely tokens, token n + 1
-    replaces token n. The fourth set requires that the new token's probability is at least 1 − `_BORDER` times the
-    probability of token n.
+    possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and the target with all
+    more likely tokens. Each of the three is possible only if top-k allows its size and if, for the last token that it
+    adds or removes, the mass of all more likely tokens is within `_BORDER` of top-p. In the fourth set, the target
+    replaces token n, or token n + 1 replaces token n if the target is among the n most likely tokens. The fourth set is
+    possible only if the new token's probability is at least 1 − `_BORDER` times the probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

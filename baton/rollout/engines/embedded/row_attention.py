@@ -1,11 +1,12 @@
 """Decode attention in which short rows scan fewer positions than the longest row. Each row scans its own length or, on
 a CPU, each class of rows scans the length of its longest row.
 
-Masked attention scans the length of the longest row for every row. On a CPU, attention is instead computed once per
-class of rows of similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes
-(`kernels.c`). On CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed
-sequences, one per slot, and reads only the first `lengths_W` positions of each. The kernel copies nothing and does not
-repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of a row do not depend on other rows.
+Ordinary masked attention scans the length of the longest row for every row. On a CPU, attention is instead computed
+once per class of rows of similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler
+makes (`kernels.c`). On CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as
+packed sequences, one per slot, and reads only the first `lengths_W` positions of each. The kernel copies nothing and
+does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of a row do not depend on
+other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
@@ -35,7 +36,7 @@ _FOREIGN = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """For each row of a decode step: where its positions begin in the slots, and how many it attends to."""
+    """For each row of a decode step: the index of its first position in the slots, and its number of positions."""
 
     query_starts: Tensor
     """[W + 1] int32: index of each row's query; each row has one query."""
@@ -62,8 +63,8 @@ def can_attend_by_class(model: PreTrainedModel) -> bool:
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Replace a model's attention by the attention of this module. Its forward then accepts `rows`: `Rows` or slot
-    ranges."""
+    """Replace a model's attention by the attention of this module. The model's forward then accepts `rows`: `Rows` or
+    slot ranges."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)

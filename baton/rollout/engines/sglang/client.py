@@ -53,7 +53,7 @@ class SglangClient(EngineClient):
         return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
-        """Abort requests. `take` still returns all their tokens, and a last message when each request has ended."""
+        """Abort requests. `take` still returns all tokens of these requests, and a last message per request."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
 
     def pause(self) -> None:
@@ -65,7 +65,7 @@ class SglangClient(EngineClient):
 
     def load(self, directory: str, label: str) -> None:
         """Make the server load weights from a directory and flush its prefix cache. Call `pause` first. Raises
-        EngineFault if the server refuses, or if it then reports another version than `label`."""
+        EngineFault if the server refuses, or if it reports another version than `label` after the load."""
         self._call(self._load_weights(directory, label), self._answer_timeout_s, "to load new weights")
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 No other client may use the server, because the engine aborts all requests of the server before it loads weights.
 
 **Abort.** An aborted lease is reported when the server has ended its request. The report contains all tokens that were
-generated before the end.
+generated before the end of the request.
 
 **New version.** New weights are loaded while the server is idle. The engine repeats the abort of all requests until the
 server's load is zero, and records the tokens of these requests under the old version. The server then reads the new
@@ -43,12 +43,13 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _only_temperature = "with SGLang only temperature is allowed"
 
     _directory: Path | None = None
-    """Directory of the server's current weights, which it reads again if loading the next weights fails."""
+    """Directory of the current weights, which the server reads again if loading the next weights fails."""
     _is_loading = False
     """Whether all requests are aborted to load weights, so that aborted streams are expected."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease. The lease is reported when the server has ended its request. Has no effect if it is unknown."""
+        """End a lease. The lease is reported when the server has ended its request. Has no effect on an unknown
+        lease."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True
@@ -113,7 +114,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
 
 
 def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
-    """Build an engine, and load into its server, as `version`, the model or adapter in the directory `path`."""
+    """Build an engine, and make its server load the model or adapter in the directory `path` as `version`."""
     files = ModelFiles(path, settings, attention)
     engine = sglang_from_skeleton(files.base_directory(), files.read_base, settings)
     try:
@@ -125,7 +126,8 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
 
 
 def api_key(settings: SglangSettings) -> str | None:
-    """Return the key of the server; None if it has none. Raises UserError if its environment variable is not set."""
+    """Return the server's API key; None if `key_variable` is not set. Raises UserError if the environment variable that
+    `key_variable` names is not set."""
     key = None if settings.key_variable is None else os.environ.get(settings.key_variable)
     if settings.key_variable is not None and not key:
         raise UserError(

@@ -78,12 +78,12 @@ def generate_body(request: EngineRequest) -> dict[str, Any]:
 
 
 def abort_body(rid: str | None) -> dict[str, Any]:
-    """Return the body of `/abort_request` for one request, or for all if `rid` is None."""
+    """Return the body of `/abort_request` for one request, or for all requests if `rid` is None."""
     return {"rid": rid or "", "abort_all": rid is None}
 
 
 def read_server(info: Any) -> ServerInfo:
-    """Parse the response of `/server_info`. Raises EngineFault if it is not an object."""
+    """Parse the response of `/server_info`. Raises EngineFault if the response is not a JSON object."""
     if not isinstance(info, dict):
         raise EngineFault(f"an SGLang server sent {str(info)[:100]!r} as /server_info, expected a JSON object")
     length, tp, pp = (
@@ -94,7 +94,8 @@ def read_server(info: Any) -> ServerInfo:
 
 
 def load_of(answer: Any) -> int:
-    """Return the number of requests in the server from a response of `LOADS`. Raises EngineFault if it is malformed."""
+    """Return the number of requests in the server from a response of `LOADS`. Raises EngineFault for a malformed
+    response."""
     if isinstance(answer, dict) and "loads" in answer:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]
@@ -113,7 +114,7 @@ def _requests(part: dict[str, Any]) -> int:
 
 
 async def read_json(stream: StreamReader, longest: int) -> Any:
-    """Read a JSON response. Raises ValueError if it has more than `longest` bytes or is not JSON."""
+    """Read a JSON response. Raises ValueError if the response has more than `longest` bytes or is not JSON."""
     found = bytearray()
     async for piece in stream.iter_any():
         found += piece
@@ -123,7 +124,8 @@ async def read_json(stream: StreamReader, longest: int) -> Any:
 
 
 async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[GeneratedTokens]:
-    """Yield the new tokens of each event. Raises ValueError if an event is too long, malformed, or reports an error."""
+    """Yield the new tokens of each event. Raises ValueError if an event is too long, is malformed or reports an
+    error."""
     known = 0
     async for line in _lines(stream, longest):
         if not line.startswith(b"data:"):

@@ -37,11 +37,11 @@ class VllmClient(EngineClient):
     ) -> None:
         """Start vLLM. stream_interval: number of tokens after which vLLM sends a request's new tokens. reports_routing:
         whether vLLM returns the experts of each token. Raises UserError if vLLM refuses the model or the settings, and
-        EngineFault if it fails."""
+        EngineFault if vLLM fails to start."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self.stream_interval, self._reports_routing = stream_interval, reports_routing
         self._received: Counter[str] = Counter()
-        """Request key → number of tokens put into the inbox. Only the loop's thread accesses it."""
+        """Request key → number of tokens put into the inbox. Only the loop's thread accesses this counter."""
         self._llm: Any = None
         self._detector: StopDetector | None = None
         self._adapter: Any = None
@@ -66,7 +66,7 @@ class VllmClient(EngineClient):
 
     def sleep(self, level: int) -> None:
         """Free the device memory of the KV cache and of the weights. level: 1 keeps the weights in host memory, 2
-        discards them. vLLM stays paused until both parts have been allocated again."""
+        discards them. vLLM stays paused until KV cache and weights have been allocated again."""
         self._call(self._llm.sleep(level), self._answer_timeout_s, "to sleep")
 
     def wake_up(self, part: str) -> None:
@@ -74,7 +74,7 @@ class VllmClient(EngineClient):
         self._call(self._llm.wake_up([part]), self._answer_timeout_s, "to wake up")
 
     def load(self, path: str, label: str) -> int:
-        """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
+        """Load a file's tensors in all workers; return the number of tensors. Call between `pause` and `resume`."""
         taken = self.call_workers("take_weights", path, self._answer_timeout_s)
         self.set_label(label)
         assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
@@ -107,8 +107,8 @@ class VllmClient(EngineClient):
             raise EngineFault(f"a signal has stopped process {pid} of vLLM (state T in /proc/{pid}/stat)")
 
     def detect_stops(self) -> None:
-        """Make `check` detect that a signal has stopped vLLM's core or a worker that the core has started. For engines
-        whose trajectories other engines can continue."""
+        """Make `check` detect that a signal has stopped vLLM's core or a worker that the core has started. Used only
+        for engines whose trajectories other engines can continue."""
         self._detector = StopDetector(core.pid for core in self._llm.engine_core.resources.engine_manager.processes)
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class VllmClient(EngineClient):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             **({"stream_interval": self.stream_interval} if self.stream_interval > 1 else {}),
-            # the position of the last id computes the logits of the first token
+            # the logits of the first token are computed at the position of the last id
             **({"routed_experts_prompt_start": len(request.token_ids) - 1} if self._reports_routing else {}),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
@@ -182,7 +182,7 @@ class VllmClient(EngineClient):
                 self._inbox.put(said)
                 self._received[request.key] += len(one.token_ids)
         except asyncio.CancelledError:
-            # a cancelled generate() aborts its request, unless it was still adding the request
+            # a cancelled generate() aborts its request, unless it was cancelled while adding the request
             if self._llm is not None:
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
@@ -191,7 +191,7 @@ class VllmClient(EngineClient):
             del self._received[request.key]
 
     async def _pause(self) -> None:
-        """Pause vLLM, and wait until all tokens that are queued in this event loop are in the inbox."""
+        """Pause vLLM, and wait until all tokens in the queues of this event loop are in the inbox."""
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         seen = -1
         while seen != (seen := self._inbox.qsize() + self._num_kept()):
@@ -205,9 +205,9 @@ class VllmClient(EngineClient):
         return sum(state.detokenizer.num_output_tokens() - state.sent_tokens_offset for state in self._states())
 
     async def _flush(self) -> None:
-        """Make vLLM send the tokens that it holds back until `stream_interval` tokens have accumulated. Wait until they
-        are in the inbox. vLLM has no call for this: it sends such tokens only with later tokens, or at the end of a
-        request."""
+        """Make vLLM send the tokens that it holds back because fewer than `stream_interval` have accumulated, and wait
+        until the tokens are in the inbox. vLLM has no call that sends such tokens early: by itself, it sends them only
+        with later tokens, or at the end of a request."""
         if self.stream_interval == 1:
             return
         for state in self._states():

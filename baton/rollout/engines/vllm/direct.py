@@ -20,7 +20,7 @@ from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.vllm_transport import VllmTransport
 
 _ATTEMPTS = 3
-"""Maximum number of attempts to load a version, each with its own deadlines. If all fail, the engine counts as
+"""Maximum number of attempts to load a version, each with its own deadlines. If all attempts fail, the engine counts as
 failed."""
 
 
@@ -46,7 +46,7 @@ class VllmLink:
     """A `VllmClient`, or a `RemoteReplica`."""
     world_size: int
     may_start: Event = field(default_factory=Event)
-    """Set while the engine is paused for a load. A transfer starts only then."""
+    """This event is set while the engine is paused for a load. A transfer starts only while the event is set."""
 
     def call(self, method: str, info: Any, timeout_s: float) -> None:
         if method == "start_weight_update" and not self.may_start.wait(timeout_s):
@@ -55,7 +55,7 @@ class VllmLink:
 
 
 class DirectVersions:
-    """The versions that the trainer sends to the replicas of a run, each over a communicator of its own."""
+    """Sends versions from the trainer to the replicas of a run, to each replica over a separate communicator."""
 
     def __init__(self, direct: DirectTransfer, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer."""
@@ -65,18 +65,18 @@ class DirectVersions:
         self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
         """Converts a published version to tensors under the names of the model's files. Set by the engines."""
         self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
-        """The last offered version, and its name in transfers: a version may be sent twice."""
+        """The last offered version, and the offer's name in transfers, unique even if a version is sent twice."""
 
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
-        """Begin to send a version. Return its tensors under the names of the model's files. Raises EngineFault if the
-        tensors do not fit the model."""
+        """Begin to send a version. Return the version's tensors under the names of the model's files. Raises
+        EngineFault if the tensors do not fit the model."""
         whole = self.prepare(tensors)
         self.offered = version, PolicyVersion("load", self.offered[1].number + 1)
         self.sender.offer(whole, self.offered[1])
         return whole
 
     def withdraw(self) -> None:
-        """End the offer. Replicas that are receiving the version continue."""
+        """End the offer. Replicas that are already receiving the version continue to receive it."""
         self.sender.withdraw()
 
     @property
@@ -99,8 +99,8 @@ class DirectLoad:
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
-        the caller must then leave the engine paused. If replicas share `direct.versions`, the caller must have offered
-        the version to it before. Raises WeightsFault if a newer version has been offered since then."""
+        the caller must then leave the engine paused. If replicas share `direct.versions`, the caller must first offer
+        the version to `direct.versions`. Raises WeightsFault if a newer version has been offered meanwhile."""
         sender = self._versions.sender
         if not self._is_shared:
             self._versions.offer(tensors, version)
@@ -114,7 +114,7 @@ class DirectLoad:
             self.link.may_start.clear()
             if not self._is_shared:
                 self._versions.withdraw()
-        # after may_start is cleared no transfer starts, but one may have started before
+        # no transfer starts after may_start is cleared, but the transfer of a newer version may have started before
         if sender.served(self._replica) != sent:
             raise WeightsFault(f"a newer version has replaced version {version.number}")
 

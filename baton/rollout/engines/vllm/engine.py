@@ -13,7 +13,7 @@ so the load can use that memory.
 version (`sync`). The tokens of an aborted request are discarded.
 
 **Noise.** The seed of a request depends on (run seed, group, sample, start position). A request that runs alone draws
-the same tokens again. Unlike Baton's keyed noise, the draws differ on other machines and after a resume.
+the same tokens each time. Unlike Baton's draws, vLLM's draws differ on other machines and after a resume.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
-"""Finds the number of the layer in a router's name."""
+"""Matches the layer number in a router's name."""
 
 Built = TypeVar("Built")
 
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM allows for `max_lora_rank`, from vLLM's default upwards."""
+"""Values from vLLM's default upwards that vLLM allows for `max_lora_rank`."""
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
@@ -75,8 +75,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """The version that is being loaded."""
     _sent_bytes = 0
     """`direct.sent_bytes` at the last call of `metrics`."""
-    # vLLM normalises logprobs over the tokens that top-p and top-k keep. A trajectory without masks needs logprobs over
-    # all tokens.
+    # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs
+    # over all tokens.
     _only_temperature = (
         "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or, for training, "
         "engine.vllm.return_sampling_mask = true"
@@ -106,8 +106,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return tensors
 
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load. If this
-        fails, the weights may be incomplete, and vLLM stays paused until a load succeeds."""
+        """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load. If the
+        transfer fails, the weights may be incomplete, and vLLM stays paused until a load succeeds."""
         assert "weights" not in self._freed, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self._load_paused(tensors, label)
         if self._freed:
@@ -141,7 +141,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
         left = self._table.num_running + len(self._table.waiting())
         assert not left, f"the engine cannot sleep with {left} leases"
         if "weights" not in self._freed:
-            # vLLM's own LoRA needs the base weights again; all other weights are loaded again
+            # keep the base weights for vLLM's own LoRA; without it, the next load replaces all weights
             self._client.sleep(1 if self._settings.vllm.lora_rank else 2)
             self._freed = ("weights", "kv_cache")
 
@@ -251,9 +251,9 @@ def vllm_of_model(
 def vllm_workers_of_model(
     path: str, settings: EngineSettings, *, device: str, attention: str, head_dtype: str, direct: DirectTransfer
 ) -> VllmWorkers:
-    """Start the workers of an engine that is on several machines, on one of the machines after the first. The
-    parameters are those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`.
-    Waits until the other machines have started. Raises the errors of `vllm_of_model`."""
+    """On a machine after the first, start the workers of an engine that spans several machines. The parameters are
+    those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`. Waits until
+    the other machines have started. Raises the errors of `vllm_of_model`."""
 
     def build(directory: Path, read_base: ReadBase) -> VllmWorkers:
         return VllmWorkers(_all_arguments(directory, settings, "auto", head_dtype, direct, sleeps=False))
@@ -264,7 +264,7 @@ def vllm_workers_of_model(
 def _of_model(
     path: str, settings: EngineSettings, device: str, attention: str, build: Callable[[Path, ReadBase], Built]
 ) -> Built:
-    """Return what `build` makes of a directory with a whole model. An adapter is merged into its base."""
+    """Call `build` with a directory of a whole model, and return the result. An adapter is merged into its base."""
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -355,7 +355,7 @@ def _all_arguments(
     *,
     sleeps: bool,
 ) -> dict[str, Any]:
-    """Return all arguments of vLLM's `AsyncEngineArgs` by name, with those of the user."""
+    """Return all arguments of vLLM's `AsyncEngineArgs` by name, including the user's arguments."""
     return {
         **_arguments(settings, head_dtype),
         **arguments_of(direct),
@@ -396,8 +396,8 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a CPU, which has no sleep mode, the argument is the size of the KV cache
-    in bytes: all slots at full length, plus a quarter."""
+    """Return vLLM's arguments for memory. On a CPU, vLLM has no sleep mode, and the argument is the size of the KV
+    cache in bytes: all slots at full length, plus a quarter."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

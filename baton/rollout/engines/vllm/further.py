@@ -1,11 +1,11 @@
-"""`VllmWorkers`: the workers of a vLLM engine on a machine after the first, if the engine is on several machines.
+"""`VllmWorkers`: the workers of a vLLM engine that spans several machines, on a machine after the first.
 
     first machine                                    each further machine
     VllmEngine ─▶ core of vLLM ─┬─▶ workers          VllmWorkers ─▶ workers
                                 └── calls over ZeroMQ ─────────────────▲
                      workers of all machines: one group of torch.distributed
 
-vLLM 0.32 calls this a multi-node engine of the executor `mp` (`nnodes`, `node_rank`). Its command `vllm serve
+vLLM 0.32 calls such an engine a multi-node engine of the executor `mp` (`nnodes`, `node_rank`). The command `vllm serve
 --headless` does the same as `VllmWorkers`. All machines must have the same arguments, except `node_rank`.
 """
 
@@ -19,7 +19,7 @@ from baton.rollout.engines.vllm.stopped import StopDetector
 
 
 class VllmWorkers:
-    """Workers that the core on the first machine calls. They end with this process."""
+    """Workers that the core on the first machine calls. The workers end with this process."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """arguments: of `AsyncEngineArgs`. Waits, with no deadline of its own, for the workers of all machines. Raises

@@ -5,8 +5,9 @@
                              └── DirectLoad ══ calls of vLLM's workers ══════════┘                │
     trainer ═════════════════════ tensors over gloo or NCCL ════════════════════════════▶ vLLM's workers
 
-Messages are msgpack. A subclass of `RemoteReplica` starts the process and sends them. If the replica is on several
-machines, each further machine has such a process too, with `VllmWorkers` instead of an engine (`further.py`).
+Messages are msgpack. A subclass of `RemoteReplica` starts the process and sends the messages. If the replica spans
+several machines, each machine after the first also runs such a process, with `VllmWorkers` instead of an engine
+(`further.py`).
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class Step(msgspec.Struct, frozen=True, tag="Step"):
 
 class LoadVersion(msgspec.Struct, frozen=True, tag="Load"):
     """Without a label: request to pause for the load of a version; the answer has the label of the new weights. With
-    this label: request to continue with the version, which vLLM's workers have loaded."""
+    that label: request to resume generation with the version, after vLLM's workers have loaded it."""
 
     version: PolicyVersion
     label: str = ""
 
 
 class CallWorkers(msgspec.Struct, frozen=True, tag="CallWorkers"):
-    """Request to call a method of all vLLM workers, or, without a method, to check that vLLM's core runs. On a further
-    machine of a replica, only the check is possible."""
+    """Request to call a method of all vLLM workers, or, without a method, to check that vLLM's core runs. On machines
+    of a replica after the first, only the check is possible."""
 
     method: str = ""
     info: Any = None
@@ -59,7 +60,7 @@ class CallWorkers(msgspec.Struct, frozen=True, tag="CallWorkers"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="Done"):
-    """Answer to all messages but `Step`."""
+    """Answer to all messages except `Step`."""
 
     label: str = ""
 
@@ -79,16 +80,16 @@ class ReplicaServer:
 
     _engine: VllmEngine
     _workers: VllmWorkers | None = None
-    """On a further machine of a replica, instead of an engine."""
+    """Replaces the engine on machines of a replica after the first."""
 
     def free_port(self, host: str) -> int:
-        """Return a port that is free at an address of this machine, for the processes of a replica to meet."""
+        """Return a free port at an address of this machine, for connections between the processes of a replica."""
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
             port: int = found.getsockname()[1]
             return port
 
     def handle(self, message: bytes, port: int = 0) -> bytes:
-        """port: with `Start` for a replica on several machines, the port of the first machine (`free_port`)."""
+        """port: with `Start`, for a replica on several machines: the port on the first machine (`free_port`)."""
         try:
             decoded = _decode(message)
             if port and isinstance(decoded, Start):
@@ -124,7 +125,7 @@ class ReplicaServer:
         return engine
 
     def build_workers(self, start: Start) -> VllmWorkers:
-        """Start the workers of a further machine. Raises the errors of `vllm_workers_of_model`."""
+        """Start the workers on a machine after the first. Raises the errors of `vllm_workers_of_model`."""
         return vllm_workers_of_model(start.model_path, start.engine_settings(), **_options(start))
 
     def _step(self, message: Step) -> Progress:
@@ -151,7 +152,7 @@ def _options(start: Start) -> dict[str, Any]:
 
 
 class RemoteReplica(ABC):
-    """An `Engine` in another process, and the calls of its vLLM workers for `DirectLoad`."""
+    """An `Engine` in another process, which also forwards calls of `DirectLoad` to its vLLM workers."""
 
     direct: DirectLoad
     """Exists after `join`."""
@@ -167,7 +168,7 @@ class RemoteReplica(ABC):
     @abstractmethod
     def send(self, message: bytes, timeout_s: float) -> bytes:
         """Return the answer to a message. May be called in parallel. Raises EngineFault if the process has ended, and
-        DeadlineExceeded."""
+        DeadlineExceeded after `timeout_s`."""
 
     def join(self, direct: DirectTransfer) -> None:
         """Begin to receive versions. Call after the process has answered `Start`."""
@@ -200,7 +201,7 @@ class RemoteReplica(ABC):
         return {}
 
     def close(self) -> None:
-        """Stop to receive versions. A subclass also ends the process."""
+        """Stop receiving versions. Subclasses also end the replica's process."""
         if hasattr(self, "direct"):
             self.direct.close()
 
@@ -214,7 +215,7 @@ class RemoteReplica(ABC):
         return self.answer(self.send(encode(message), self._timeout_s + more_s), kind)
 
     def answer(self, data: bytes, kind: type[Answer]) -> Answer:
-        """Decode an answer. Raises the error that it reports, and EngineFault for other answers."""
+        """Decode an answer. Raises the error that a `Fault` reports, and EngineFault for an answer of another type."""
         try:
             answer: FromReplica = _decode_answer(data)
         except msgspec.DecodeError as error:
@@ -232,7 +233,7 @@ def whole_versions(
     path: str, settings: EngineSettings, attention: str, *, on_host: bool
 ) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Return the function that converts a version of the model at `path` to the tensors of a model file, and checks
-    their names and shapes (`DirectVersions.prepare`). on_host: whether it moves tensors to host memory."""
+    their names and shapes (`DirectVersions.prepare`). on_host: whether the function moves tensors to host memory."""
     files = ModelFiles(path, settings, attention)
     weights = WholeWeights(Skeleton(files.base_directory(), settings).model, files.read_base)
     weights.on_host = on_host

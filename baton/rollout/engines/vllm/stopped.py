@@ -1,7 +1,7 @@
 """Detects that a signal has stopped a process of vLLM.
 
-A process that does not answer may only be slow, so its silence is no evidence. The state `T` in Linux's /proc is
-evidence: the process runs no instruction until it receives SIGCONT. Slow and hanging processes never have this state,
+A missing answer is no evidence, because the process may only be slow. The state `T` in Linux's /proc is evidence: a
+process in this state runs no instruction until it receives SIGCONT. Slow and hanging processes never have this state,
 nor does a process under a debugger, whose state is `t`.
 """
 
@@ -14,20 +14,21 @@ from pathlib import Path
 from baton.clock import time_left
 
 _LOOKS = 10
-"""Number of consecutive looks that must find a stopped process. A process that is stopped for a few seconds, or
+"""Number of consecutive checks that must find a stopped process. A process that is stopped for a few seconds, or
 together with this process (Ctrl-Z), is not reported."""
 
 
 class StopDetector:
-    """Looks at the states of processes and of all their children."""
+    """Checks the states of processes and of all their children."""
 
     def __init__(self, pids: Iterable[int], interval_s: float = 1.0) -> None:
-        """interval_s: minimum number of seconds between two looks."""
+        """interval_s: minimum number of seconds between two checks."""
         self._pids, self._interval_s = tuple(pids), interval_s
         self._found, self._left_s = 0, time_left(0.0)
 
     def stopped(self) -> int | None:
-        """Look, unless it is too early. Return the stopped process if the last `_LOOKS` looks have found one."""
+        """Check the states if `interval_s` has passed since the last check. Return the stopped process if the last
+        `_LOOKS` checks have found one."""
         if self._left_s() > 0:
             return None
         self._left_s, pid = time_left(self._interval_s), _stopped_among(self._pids)

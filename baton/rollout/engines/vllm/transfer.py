@@ -114,8 +114,8 @@ class _CheckedReceiver:
 
 
 def check_patched(model: Any) -> None:
-    """Raise WeightsFault if a parameter contains NaN. An element of a difference that is NaN is unchanged, and the
-    loader must skip it."""
+    """Raise WeightsFault if a parameter contains NaN. In a difference, NaN marks an unchanged element, which the loader
+    must skip."""
     found = [name for name, tensor in model.named_parameters() if tensor.is_floating_point() and tensor.isnan().any()]
     if found:
         raise WeightsFault(f"vLLM's loader wrote NaN instead of unchanged elements: {', '.join(found[:5])}")
