@@ -1,8 +1,8 @@
 """The `baton` command: registers the subcommands, and reports an error as one sentence and an exit code.
 
 Each subcommand is a function in a module of this folder. Such a function reads its options, calls a function that
-returns a record, and prints the record. It imports other modules in its body, so that `baton --help` imports neither
-torch nor the planner.
+returns a record, and prints the record. The imports of other modules are in the function's body, so that `baton --help`
+imports neither torch nor the planner.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
-# The number of times that a waiting OpenMP thread spins before it sleeps. It must be set before torch is imported.
-# Sleeping immediately (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads; longer spinning slows
-# engine processes.
+# The number of times that a waiting OpenMP thread spins before it sleeps. The variable must be set before torch is
+# imported. Sleeping immediately (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads; longer
+# spinning slows engine processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -72,7 +72,7 @@ app.command(hidden=True)(child_processes.rank)
 
 
 def main() -> None:
-    """Run the command line. Exit code 2 is a UserError, printed as one sentence on stderr; 1 is any other failure."""
+    """Run the command line. Exit code 2: a UserError, printed as one sentence on stderr; 1: any other failure."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.getLogger("baton").addHandler(handler)

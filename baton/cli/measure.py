@@ -27,8 +27,8 @@ def profile(
 ) -> None:
     """Measure decoding, prefill, training and a short run on this device, and write a calibration file.
 
-    Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The file is for
-    `baton plan --calibration`, and for the predictions of a run.
+    Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The calibration file is used
+    by `baton plan --calibration` and by the predictions of a run.
     """
     from baton.profile.engine import keep_busy
     from baton.profile.measure import profile as measure
@@ -60,7 +60,7 @@ bench_app = typer.Typer(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Make `bench` a group: without a callback, typer would turn its only command into `baton bench` itself."""
+    """Make `bench` a command group: without this callback, typer would run its only command as `baton bench`."""
 
 
 @bench_app.command("rollout")

@@ -95,7 +95,7 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's model as a Hugging Face directory, with adapters merged and a model card."""
+    """Write a run's model as a Hugging Face directory, with merged adapters and a model card."""
     from baton.run.export import export_run
 
     path = export_run(run, to, step=step, dtype=dtype)

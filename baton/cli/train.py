@@ -1,4 +1,4 @@
-"""The commands that train, `baton train` and `baton sft`, and `baton preview`, which samples responses before."""
+"""The commands that train (`baton train`, `baton sft`), and `baton preview`, which samples before training."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def preview(
 ) -> None:
     """Sample and score a few responses before any training, and report problems.
 
-    Problems are printed as warnings. They do not change the exit code, because a few responses cannot prove a problem.
-    A script reads the list `warnings` of the output of --json.
+    Problems are printed as warnings. Warnings do not change the exit code, because a few responses cannot prove a
+    problem. With --json, the output has the list `warnings` for scripts.
     """
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe

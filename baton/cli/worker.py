@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 TURNS = {"sleep": False, "wake": True, "held": None}
-"""Word on the standard input of a tied worker → argument of `SwarmWorker.use_device`. The worker answers with one line:
-the number of bytes that the engine occupies."""
+"""Word on the standard input of a worker with `--tied` → argument of `SwarmWorker.use_device`. After each word, the
+worker writes one line: the number of bytes of device memory that its engine uses."""
 
 
 def worker(
@@ -62,8 +62,8 @@ def worker(
 ) -> None:
     """Join a run's hub, fetch its weights and generate trajectories for it.
 
-    The worker opens all connections, so it works behind NAT. It reconnects after a network failure. Ctrl-C aborts the
-    running trajectories, reports their tokens and exits.
+    The worker opens all connections, so it works behind NAT. The worker reconnects after a network failure. Ctrl-C
+    aborts the running trajectories, reports their tokens and exits.
     """
     from aiohttp import Fingerprint
 
@@ -76,7 +76,7 @@ def worker(
 
     def choose(settings: EngineSettings) -> EngineSettings:
         found = chosen(settings, kind=engine, slots=slots, options=engine_option or ())
-        # a tied worker was started by a run of the same user, so the run may set vLLM arguments
+        # a worker with `--tied` was started by a run of the same user, so the run may set vLLM arguments
         own = ["arguments"] if tied else []
         check_source(found, [*own, *(option.partition("=")[0] for option in engine_option or ())])
         return found
@@ -132,7 +132,7 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
 
 
 def _device_name(device: str) -> str:
-    """Return the name of the GPU or processor. Devices with equal names are assumed to round equally."""
+    """Return the name of the GPU or processor. Devices with equal names are assumed to have equal rounding errors."""
     from baton.records.run_directory import processor_name
 
     if device == "cpu":

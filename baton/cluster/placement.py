@@ -1,8 +1,8 @@
 """Assigns the trainer ranks and workers of a plan to the machines of a cluster. Does no I/O.
 
 A machine of the plan is matched with the machine of the same name in the cluster if that machine has the same GPU type
-and enough GPUs. If not, the machine of the plan is matched with any free machine that has the GPU type and enough GPUs.
-Each process gets one bundle of resources:
+and enough GPUs. Otherwise, the machine of the plan is matched with any free machine of the cluster that has this GPU
+type and enough GPUs. Each process gets one bundle of resources:
 
     trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage); tensor-parallel ranks are
                adjacent; on machines of type CPU, one rank per stage and machine with one thread per core
@@ -10,7 +10,8 @@ Each process gets one bundle of resources:
                a replica on several machines has one more process on each further machine
     rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
 
-In a colocated plan, a worker requests only the GPUs that no rank has. Workers and ranks use shared GPUs alternately.
+In a colocated plan, a worker requests from Ray only the GPUs that no rank uses. Workers and ranks use shared GPUs
+alternately.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MIN_SLOTS = 8
 
 
 class ProcessPart(msgspec.Struct, frozen=True):
-    """The part of a process on a further machine: a process of its own. The fields are those of `ProcessSpec`."""
+    """The part of a worker on a further machine, a separate process. The fields are those of `ProcessSpec`."""
 
     machine: str
     gpu_ids: tuple[str, ...]
@@ -69,11 +70,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     tp: int = 1
     pp: int = 1
     ranks: tuple[int, ...] = ()
-    """For each GPU of a colocated worker, the rank with which it alternates, or -1. A rank requests the GPU, so it is
-    not part of the worker's `resources`. Empty if the worker uses no GPU of a rank."""
+    """For each GPU of a colocated worker, the rank that uses the same GPU, or -1 if no rank uses it. The rank requests
+    a shared GPU from Ray, so the worker's `resources` do not include it. Empty if the worker shares no GPU."""
     further: tuple[ProcessPart, ...] = ()
-    """Parts of the worker on further machines, in the order of the GPUs. `gpu_ids` includes their GPUs, `resources` and
-    `threads` do not."""
+    """Parts of the worker on further machines, in the order of the GPUs. `gpu_ids` includes the GPUs of these parts;
+    `resources` and `threads` are only those on the first machine."""
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -108,9 +109,9 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. In every stage, the
-    ranks are rotated by the same number, so that ranks of neighbouring stages stay paired. first_worker: number in the
-    name of the first worker, larger than all numbers used before, because worker names are not reused.
+    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. The ranks of all
+    stages are rotated by the same number of positions, so that ranks of neighbouring stages stay paired. first_worker:
+    number in the name of the first worker, larger than all numbers used before, because worker names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
@@ -141,7 +142,8 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
-    """Return overrides for the keys that the plan determines. `planned_speeds`: speed of each rank of a mixed stage."""
+    """Return overrides for the recipe keys that the plan determines. `planned_speeds`: speeds of a mixed stage's
+    ranks."""
     stages = plan.training.stages[:1] if plan.training.is_mixed else plan.training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
     on_cpu = all(stage.gpu == CPU for stage in stages)
@@ -164,8 +166,8 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequenc
 
 def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:
     """Return the speeds of the ranks of a stage relative to their mean. `threads`: number of threads, or another
-    measure of speed, of each rank of all stages. Ranks with the same index in their stages train the same rows. Of
-    their relative speeds, the lowest is returned."""
+    measure of speed, of each rank of all stages. Ranks with the same index in their stages train the same rows, so the
+    lowest of their relative speeds is returned."""
     size = len(threads) // num_stages
     of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
     return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
@@ -217,7 +219,7 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    # free machines whose names the plan uses for other machines get a name with their id
+    # the id is appended to a free machine's name if the plan uses this name for another machine
     for machine in free.values():
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found
@@ -264,7 +266,7 @@ def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
 def _workers(
     plan: Plan, machines: Mapping[str, Machine], first: int, owners: Mapping[str, int]
 ) -> tuple[ProcessSpec, ...]:
-    """owners: GPU that a worker uses alternately with a rank → the rank."""
+    """owners: id of a GPU that a worker shares with a rank → this rank."""
     slots = [max(MIN_SLOTS, replica.batch) for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
     mean = sum(rates) / max(1, len(rates)) or 1.0
@@ -285,7 +287,7 @@ def _workers(
 
 
 def _by_machine(gpu_ids: Sequence[str]) -> list[list[str]]:
-    """Return the GPUs of each machine, in order of the first GPU of each machine."""
+    """Group GPU ids by machine, with the machines in the order in which they first appear."""
     found: dict[str, list[str]] = {}
     for gpu_id in gpu_ids:
         found.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
@@ -293,8 +295,8 @@ def _by_machine(gpu_ids: Sequence[str]) -> list[list[str]]:
 
 
 def _check_parts(who: str, replica: Replica, parts: Sequence[Sequence[str]], machines: Mapping[str, Machine]) -> None:
-    """Raise UserError if vLLM cannot run a replica with these GPUs on each machine. It gives each machine the same
-    number of consecutive workers. Its build for CPUs takes workers of one machine for workers of several machines."""
+    """Raise UserError if vLLM cannot run a replica with these GPUs on each machine. vLLM assigns the same number of
+    consecutive workers to each machine. vLLM's CPU build can have only one worker on each machine."""
     units = [machines[own[0].rpartition(":")[0]].units for own in parts]
     if len({len(own) for own in parts}) > 1 or [gpu for own in parts for gpu in own] != list(replica.gpu_ids):
         why = "the same number of consecutive GPUs on each machine"
@@ -320,11 +322,11 @@ def _process_spec(
     machines: Mapping[str, Machine],
     shared: Collection[str] = (),
 ) -> ProcessSpec:
-    """shared: GPUs that another process has requested."""
+    """shared: GPUs that another process requests from Ray."""
     where = gpu_ids[0].rpartition(":")[0]
     machine, num = machines[where], sum(gpu not in shared for gpu in gpu_ids)
     resources = {unit: float(num) for unit in machine.units if num}
-    # requests at most one core, so that the other cores of a GPU machine stay free
+    # a process requests at most one core, so that the other cores of a GPU machine stay free
     cores = machine.cpus * num / machine.num_gpus
     if CPU not in resources and cores > 0:
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
@@ -367,9 +369,9 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transp
 
 
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
-    """Map the GPUs of each replica to the URL of its SGLang server. infos: for each URL, the report of the server, or
-    why it did not answer. Raises UserError if the numbers of URLs and replicas differ, or if a server does not answer
-    or has another shape than its replica."""
+    """Map the GPUs of each replica to the URL of its SGLang server. infos: for each URL, the server's description of
+    itself, or the reason why the server did not answer. Raises UserError if the numbers of URLs and replicas differ, or
+    if a server does not answer or has another shape than its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"
     if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
         raise UserError(
@@ -398,13 +400,14 @@ class PlacementChange(msgspec.Struct, frozen=True):
     """The difference between the running workers and the workers of a new plan."""
 
     kept: tuple[ProcessSpec, ...]
-    """Workers that continue. They keep their names and get the shares of the new plan."""
+    """Workers that continue, with their previous names and with the shares of the new plan."""
     ended: tuple[ProcessSpec, ...]
     begun: tuple[ProcessSpec, ...]
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Return the difference. A running worker is kept if a wanted worker has the same GPUs, shape and slots."""
+    """Return the difference. A running worker is kept if a worker of the new plan has the same GPUs, shape and
+    slots."""
     left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
     for spec in wanted:

@@ -121,7 +121,7 @@ class SupervisionRules(RestartRule):
     """The limits and delays of `Supervision`."""
 
     settle_s: float = 2.0
-    """Seconds without a change of the machines before a new plan: several machines often join or leave together."""
+    """Seconds without a change of the machines before a new plan is made: machines often join or leave together."""
 
 
 @dataclass(slots=True)

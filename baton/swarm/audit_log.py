@@ -44,8 +44,8 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AuditLog:
-    """Writes the audit log. When the file has `max_bytes`, it is renamed to `NAME.1`, in place of an earlier `NAME.1`,
-    and a new file is started. Only one thread may use an `AuditLog`.
+    """Writes the audit log. Before a line that would make the file longer than `max_bytes`, the file is renamed to
+    `NAME.1`, which replaces an earlier `NAME.1`. Only one thread may use an `AuditLog`.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
     displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is

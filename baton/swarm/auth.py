@@ -37,7 +37,7 @@ from baton.files import flush_to_disk
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKEN_FILE = Path("baton-tokens.json")
-"""Default token file, in the working directory. `baton token` writes it, and the hub reads it."""
+"""Default token file, in the working directory. `baton token` writes this file, and the hub reads it."""
 
 Clock = Callable[[], float]
 """Function that returns the time in Unix seconds, UTC."""
@@ -48,7 +48,7 @@ MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
 """When a token is created, tokens that expired more than this number of seconds ago are removed from the file. The hub
-then refuses them as unknown."""
+then refuses these tokens as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
@@ -83,8 +83,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expiry time in Unix seconds, UTC. From this time on, the token is refused."""
     is_revoked: bool = False
     is_trusted: bool = False
-    """True if the run's owner controls the workers that use this token. Only such workers may keep KV caches across
-    versions. Their reports calibrate the tolerances with which reports of other workers are checked."""
+    """True if the run's owner controls the workers that use this token. Only such trusted workers may keep KV caches
+    across versions. Reports of trusted workers calibrate the tolerances of the checks of other workers."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         if self.is_revoked:
@@ -126,7 +126,7 @@ class AccessGrant:
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Digest of the sender's token, which identifies the sender. Names of tokens in two files may be equal."""
+    """Digest of the sender's token, which identifies the sender: two token files may contain the same name."""
     is_own: bool = False
     """True if the sender is a worker that the run itself has started."""
 
@@ -137,8 +137,8 @@ class AccessGrant:
 
 
 class Denied(BatonError):
-    """Raised for a refused request. `reason` may be sent to the sender: only a sender that holds a token learns from it
-    whether this token has expired or is revoked."""
+    """Raised for a refused request. `reason` may be sent to the sender: it says that a token has expired or is revoked
+    only if the sender holds this token."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -251,8 +251,8 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file's lock within the context. The file may be changed only within this context: otherwise one of
-        two concurrent changes could undo a revocation that the other made."""
+        """Lock the file within the context. The file may be changed only within this context: otherwise, of two
+        concurrent changes, the second could undo a revocation by the first."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -274,7 +274,7 @@ class Authenticator:
         the tokens of workers that the run itself starts."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
-        """Reason why the token file cannot be used, and every request is refused; None if it is valid."""
+        """Reason why the token file is invalid, so that every request is refused; None if the file is valid."""
         self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
@@ -284,7 +284,7 @@ class Authenticator:
         `wanted`.
 
         Raises Denied with status 401 if the header is missing or malformed, or if its token is unknown, expired or
-        revoked. Raises Denied with status 403 if the token has another role. Raises no other exception for any header.
+        revoked. Raises Denied with status 403 if the token has another role. No header causes any other exception.
         """
         if header is None:
             raise Denied(401, "no token")
@@ -296,7 +296,7 @@ class Authenticator:
         return self._admit(digest_of(bearer[1]), wanted)
 
     def recheck(self, grant: AccessGrant) -> None:
-        """Check the token of an open connection again. Raises Denied if it is expired, revoked or removed."""
+        """Check the token of an open connection again. Raises Denied if the token is expired, revoked or removed."""
         self._admit(grant.digest, {grant.role})
 
     def _admit(self, digest: str, wanted: Collection[Role]) -> AccessGrant:
@@ -343,7 +343,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return metadata of a file that differ after a change (times, size, inode), or None if it is unreadable."""
+    """Return metadata of a file that differ after a change (times, size, inode), or None if the file is unreadable."""
     try:
         found = path.stat()
     except OSError:
@@ -352,7 +352,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Return the content and the mode of a small file. Raises UserError if it is unreadable, too long or not
+    """Return the content and the mode of a small file. Raises UserError if the file is unreadable, too long or not
     regular."""
     try:
         # O_NONBLOCK, because opening a FIFO would block

@@ -6,8 +6,8 @@ controller's thread           publisher's thread                 hub's thread
                               chunks, manifest ──── call ──────▶ announce to all
                               collect ◀───────────────────────── versions that workers serve or may request
 
-A keyframe's whole encoding takes longer than its delta. It is stored in a thread of its own, so the next version does
-not wait for it.
+Storing a keyframe's whole encoding takes longer than storing its delta. A separate thread stores the whole encoding, so
+the next version does not wait.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BackgroundPublisher:
         self._executor = SerialExecutor("publisher")
         self._keyframes = SerialExecutor("keyframe")
         self._keyframe: Future[None] | None = None
-        """The storing of the last keyframe's whole encoding. Only the publisher's thread sets it."""
+        """Future of the task that stores the last keyframe's whole encoding; set only by the publisher's thread."""
         self._futures: deque[Future[None]] = deque()
         self.last: PublishedVersion | None = None
         """The version that was published last; None before the first publication."""
@@ -117,6 +117,6 @@ class BackgroundPublisher:
         self._futures.append(self._executor.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:
-        # The chunks of a whole encoding have no manifest until all are stored, so `collect` would remove them.
+        # The chunks of a whole encoding have no manifest until all chunks are stored, so `collect` would remove them.
         if self._keyframe is None or self._keyframe.done():
             self._store.collect(live, keep=self._retention.stored)

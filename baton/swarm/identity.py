@@ -30,7 +30,7 @@ class WorkerKeys:
         return f"{nonce}.{self._hash('key', token, nonce)}"
 
     def worker(self, token: str, key: str) -> str | None:
-        """Return the id of the worker that holds `key`; None if `key` was not issued for the token. token: a digest."""
+        """Return the id of the worker that holds `key`; None if `key` is not of the token. token: its digest."""
         nonce, _, told = key.partition(".")
         if not hmac.compare_digest(told.encode(), self._hash("key", token, nonce).encode()):
             return None

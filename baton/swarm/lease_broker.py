@@ -28,17 +28,17 @@ from baton.swarm.provisioning import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
 
 MAX_REFUSALS = 64
-"""Maximum leases that a worker may refuse without an accepted report in between, before it is disconnected."""
+"""A worker is disconnected if it refuses more than this number of leases without an accepted report in between."""
 MAX_PROVENANCE = 200_000
 """Maximum number of trajectories without a lease for which the broker stores the workers that generated their tokens.
-It needs this record to revoke the trajectories. The oldest records are removed first."""
+The broker needs this record to revoke the trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum replacement trajectories that are stored until the controller requests the revoked ones again."""
+"""Maximum replacement trajectories that wait until the controller requests the revoked trajectories again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker number, `first`, `end`): it generated the tokens at positions `first` … `end` − 1 after the prompt."""
+"""(worker number, `first`, `end`): author of the tokens at positions `first` … `end` − 1 after the prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
@@ -89,7 +89,7 @@ class VerifyTrajectory:
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """The workers that generated the tokens, without those of earlier turns, which are already verified."""
+    """The workers that generated the tokens of the last turn; the tokens of earlier turns are already verified."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -116,7 +116,7 @@ class _LeaseProgress:
 
 
 class LeaseBroker:
-    """Holds the tokens of all leases and translates between the lease table, workers and the controller."""
+    """Holds the tokens of all leases and translates messages between the lease table, workers and the controller."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, trace: LeaseTrace | None = None) -> None:
         """trace: records the leases of each worker and the versions that it has fetched; None: no trace is recorded."""
@@ -125,13 +125,14 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Trajectory without a lease (finished, aborted, or acting) → the workers that generated its tokens."""
+        """Trajectory without a lease (finished, aborted, or waiting for its environment) → the authors of its
+        tokens."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
         """Revoked trajectory → (trajectory that replaces it, worker that generated the replacement)."""
         self._refusals: Counter[int] = Counter()
-        """Worker → number of leases that it has refused since its last accepted report."""
+        """Worker → number of leases that the worker has refused since its last accepted report."""
         self._names: dict[int, str] = {}
         """Worker → its name in the trace."""
         self._served: dict[int, tuple[int | None, float]] = {}
@@ -185,7 +186,8 @@ class LeaseBroker:
         owner: str | None = None,
         name: str = "",
     ) -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: its name in the trace. Other arguments: those of `WorkerJoined`."""
+        """Handle a worker that is ready. name: the worker's name in the trace. Other arguments: as in
+        `WorkerJoined`."""
         self._names[worker], self._served[worker] = name, (None, self.clock())
         return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
 
@@ -194,7 +196,8 @@ class LeaseBroker:
         return self.handle(ev.WorkerWeightChanged(self.clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """Record a message of a worker. version: the number that it serves; None if it is not of this lineage."""
+        """Record a message of a worker. version: number of the version that the worker serves; None if this version is
+        not of the run's lineage."""
         before, since_s = self._served.get(worker, (version, 0.0))
         if self._trace is not None and version is not None and version != before:
             now_s = self.clock()
@@ -249,8 +252,8 @@ class LeaseBroker:
             progress.trajectory.extended(report.segments, report.finish_reason),
         )
         if self.table.is_comparable(number) and not self._agrees(progress, before.num_tokens):
-            # Workers of one kind generated different tokens from the same noise. This does not show which of them is at
-            # fault; later checks of their trajectories do.
+            # Workers of one kind generated different tokens from the same noise, so at least one of these workers is at
+            # fault. Later checks of their trajectories show which.
             return self._revoke_task(progress.task, "contradicted")
         found: list[BrokerCommand] = []
         grown = progress.trajectory.num_tokens - before.num_tokens
@@ -282,7 +285,7 @@ class LeaseBroker:
         ]
 
     def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
-        """Apply the time limits. delay_s: delay of the hub's own tick in seconds."""
+        """Apply the time limits. delay_s: delay of this tick of the hub in seconds."""
         return self.handle(ev.LeaseTick(self.clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
@@ -301,7 +304,7 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send the last report of a trajectory, which was held back for verification, to the controller. Has no effect
+        """Send to the controller the last report of a trajectory, which was held back for verification. Has no effect
         if the trajectory was revoked in the meantime."""
         last = self._held.pop(key, None)
         if last is None:
@@ -400,8 +403,8 @@ class LeaseBroker:
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
         """Revoke the trajectory that the controller has, and store the trajectory of the finished lease. `want` sends
-        the stored trajectory when the controller requests it again. A later turn has no replacement: earlier turns are
-        generated again."""
+        the stored trajectory when the controller requests the revoked trajectory again. For a later turn, no
+        replacement is stored, because the earlier turns are generated again, too."""
         lease = self._tasks[number].lease
         key = key_of(lease)
         self._forget(number)
@@ -442,7 +445,7 @@ class LeaseBroker:
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:
-    """Return whether a lease starts at the prompt and the finished trajectory is a valid result for it."""
+    """Return whether the finished trajectory `found` is a valid result of `lease`, which must start at the prompt."""
     is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
     return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 

@@ -1,10 +1,10 @@
-"""Limits how many leases an untrusted worker may hold. A new worker may hold few leases. After it has delivered tokens,
-it may hold as many leases as it has slots.
+"""Limits how many leases an untrusted worker may hold: few leases at first, and as many leases as it has slots after it
+has delivered tokens.
 
-A worker reports its own number of slots, which may be false. Every `TOKENS_PER_LEASE` delivered tokens earn one more
-lease, so after a few reports a correct worker may hold a lease for each of its slots. A lease that another worker
-finishes, or that delivers no token, costs a credit of `LOST_LEASE_TOKENS` tokens. A worker that delivers no tokens is
-therefore soon granted no lease. Its credit recovers, and after at most 50 s it is granted one lease again.
+The number of slots that a worker reports may be false. Every `TOKENS_PER_LEASE` delivered tokens earn one more lease,
+so after a few reports a correct worker may hold a lease for each of its slots. A lease that another worker finishes, or
+that delivers no token, costs a credit of `LOST_LEASE_TOKENS` tokens. A worker that delivers no tokens is therefore soon
+granted no further lease. Credit recovers with time, so after at most 50 s a worker may hold one lease again.
 `LeaseCredit` uses no clock and does no I/O.
 """
 
@@ -17,7 +17,7 @@ FIRST_LEASES = 8
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
 RECOVERED_TOKENS_PER_S = 1.6
-"""Credit, in tokens, that a worker recovers per second until it may hold one lease. This takes at most 50 s."""
+"""Credit, in tokens, that a worker recovers per second until it may hold one lease, which takes at most 50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 

@@ -1,5 +1,5 @@
-"""Events and commands of the lease table. They contain numbers of tokens and versions; the tokens themselves stay in
-the lease broker."""
+"""Events and commands of the lease table. Events and commands contain only counts of tokens and numbers of versions;
+the lease broker stores the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     slots: int
     """Number of trajectories that the worker generates concurrently."""
     weight: float = 1.0
-    """Expected speed of one slot, divided by the mean over all workers. From a plan, never from the worker."""
+    """Expected speed of one slot, divided by the mean over all workers; from a plan, never from the worker itself."""
     kind: str | None = ""
     """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
     worker's engine uses its own noise and generates different tokens each time."""
@@ -34,17 +34,17 @@ class WorkerWeightChanged(TimedEvent, frozen=True, tag="WorkerWeighed"):
 
 
 class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
-    """A worker has sent a message. A `LeaseProgressed` counts as such a message, too."""
+    """A worker has sent a message. The events `LeaseProgressed` and `WorkerSeen` both show that a worker is alive."""
 
     worker: int
     version: int | None
     """Number of the version that the worker serves; None if it serves no version of this lineage."""
     decoded_tokens: int
-    """Token counter of the engine. A worker is stuck if it does not change while the worker holds leases."""
+    """Token counter of the engine. A worker is stuck if this counter does not change while the worker holds leases."""
 
 
 class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):
-    """A worker has left. Tokens that it has generated but not reported are lost."""
+    """A worker has left. Tokens that the worker has generated but not reported are lost."""
 
     worker: int
     cause: str
@@ -63,7 +63,7 @@ class TaskSubmitted(TimedEvent, frozen=True, tag="TaskWanted"):
     start: int = 0
     """Number of tokens before the current turn of a multi-turn episode. No worker generates these tokens again."""
     preferred: int | None = None
-    """Worker to get the first lease if it has a free slot, because its KV cache may contain earlier turns."""
+    """Worker that gets the first lease if it has a free slot, because its KV cache may contain earlier turns."""
 
 
 class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
@@ -73,13 +73,14 @@ class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
 
 
 class TaskRevoked(TimedEvent, frozen=True, tag="TaskRevoked"):
-    """The tokens of a trajectory are no longer trusted. The table ends its leases; the caller does the rest."""
+    """The tokens of a trajectory are no longer trusted. The table ends the leases; the caller informs the
+    controller."""
 
     task: int
 
 
 class LeaseProgressed(TimedEvent, frozen=True, tag="LeaseGrew"):
-    """New tokens of a lease have arrived. They have been checked and follow the earlier tokens without a gap."""
+    """Checked new tokens of a lease have arrived, which follow the earlier tokens without a gap."""
 
     lease: int
     num_tokens: int
@@ -88,7 +89,7 @@ class LeaseProgressed(TimedEvent, frozen=True, tag="LeaseGrew"):
 
 
 class LeaseFinished(TimedEvent, frozen=True, tag="LeaseFinished"):
-    """The worker has finished the trajectory. Its tokens arrived in earlier `LeaseProgressed` events."""
+    """The worker has finished the trajectory, whose tokens all arrived in earlier `LeaseProgressed` events."""
 
     lease: int
 
@@ -97,7 +98,7 @@ class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
     """The worker has aborted the trajectory of a lease, or has refused the lease.
 
     If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
-    before the worker's next message. This prevents an endless loop of grants and refusals.
+    before the worker's next message, which prevents an endless loop of grants and refusals.
     """
 
     lease: int
@@ -107,7 +108,7 @@ class LeaseTick(TimedEvent, frozen=True, tag="Tick"):
     """Periodic event that gives the current time."""
 
     delay_s: float = 0.0
-    """Delay of this tick in seconds. The hub caused it, so it does not count towards time limits."""
+    """Delay of this tick in seconds. The hub caused this delay, so the delay does not count towards time limits."""
 
 
 Event = (
@@ -179,7 +180,7 @@ class DiscardTokens(msgspec.Struct, frozen=True, tag="Waste", gc=False):
 
 
 class DisconnectWorker(msgspec.Struct, frozen=True, tag="Expel", gc=False):
-    """Close the connection of a worker that is considered dead. The worker may join again."""
+    """Close the connection of a worker that is considered dead or stuck. The worker may join again."""
 
     worker: int
     cause: str

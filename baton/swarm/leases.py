@@ -1,8 +1,8 @@
 """Assigns trajectories to workers, and decides when a lease ends and which worker then continues the trajectory.
 
-`LeaseTable` receives events and returns commands. It reads no clock, does no I/O and holds no tokens, so the live hub
-and the simulator use the same class. A task is a trajectory that the controller has requested. A lease is one worker's
-attempt at a task:
+`LeaseTable` receives events and returns commands. The table reads no clock, does no I/O and contains no tokens, so the
+live hub and the simulator use the same class. A task is a trajectory that the controller has requested. A lease is one
+worker's attempt at a task:
 
     TaskSubmitted ─▶ waiting ──GrantLease──▶ leased ──LeaseFinished──▶ FinishTask
                         ▲                       │ LeaseProgressed ─▶ CommitTokens
@@ -12,17 +12,17 @@ attempt at a task:
 Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after these tokens. With
 `restarts` (mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
 deterministic. In a multi-turn episode, the next lease starts at the current turn (`TaskSubmitted.start`), because an
-observation cannot be generated again. Of the tokens that are generated again, only those after the committed tokens are
-new.
+observation cannot be generated again. Thus the next lease may generate committed tokens again, and only the tokens
+after them are new.
 
 If the lease of a task is slow, the task gets a second lease, the backup lease. Without `restarts`, the two leases of a
-task generate different tokens from the same prefix. No further tokens are committed until one of the two leases
-finishes or ends. If one finishes, the tokens of the other are discarded.
+task generate different tokens from the same prefix. While both leases run, no further tokens are committed. If one
+lease finishes, the tokens of the other lease are discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
-Therefore a task that has committed tokens keeps them, and a lease on a worker of another kind commits nothing until it
-finishes. The lease that finishes first determines the trajectory. If a worker of another kind generated the committed
-tokens, the tokens of the finished lease replace them (`ReplaceTokens`).
+Therefore, if a task has committed tokens, a lease on a worker of another kind commits no tokens before it finishes. The
+lease that finishes first determines the trajectory. If a worker of another kind generated the committed tokens, the
+tokens of the finished lease replace them (`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from baton.swarm.lease_credit import LeaseCredit
 from baton.swarm.worker_index import TokenOwner, Worker, WorkerIndex
 
 Ask = tuple[int, bool]
-"""Version that a task requires: (number, True if exactly this version, False if a later one is accepted too)."""
+"""Version that a task requires: (number, is_exact). If is_exact is False, a later version is also accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class LeaseRules:
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""
     prefetch: float = 0.25
-    """If no worker has a free slot, a worker may hold more leases than it has slots. This is the maximum number of
-    these additional leases, as a fraction of the worker's slots. The worker queues them."""
+    """If no worker has a free slot, a worker may hold more leases than it has slots, and queues the additional leases.
+    The maximum number of additional leases is this fraction of the worker's slots."""
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +200,7 @@ class LeaseTable:
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Return whether a correct worker generates under this lease the tokens that its task has committed."""
+        """Return whether the tokens of a correct worker under this lease must equal the task's committed tokens."""
         return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class LeaseTable:
             yield ev.RecallLease(lease.worker, lease.number)
 
     def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
-        """Remove a task, and count its uncommitted tokens as discarded. The caller counts the committed ones."""
+        """Remove a task, and count its uncommitted tokens as discarded. The caller counts the committed tokens."""
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
@@ -316,7 +316,7 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        # the worker refused the lease: otherwise it would immediately be granted the same task again
+        # the worker refused the lease; without this, the worker would immediately be granted the same task again
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
@@ -339,8 +339,8 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Of `lease` and the task's returned leases, commit the tokens of the longest; discard the tokens of the
-        others."""
+        """Commit the tokens of the longest of `lease` and the task's returned leases; discard the other leases'
+        tokens."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -353,7 +353,7 @@ class LeaseTable:
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
         """Count a lease's tokens as discarded, except the first `prefix` tokens, which equal the committed tokens. If
-        `restarts` is set and the lease has another origin than the committed tokens, count all."""
+        `restarts` is set and the lease has another origin than the committed tokens, count all tokens of the lease."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -362,9 +362,9 @@ class LeaseTable:
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease are committed as soon as they are reported. With `restarts`, this is the
-        case if they equal the committed tokens at all common positions. Without `restarts`, it is the case if the task
-        has no other lease, neither running nor returned."""
+        """Return whether the tokens of a lease are committed as soon as they are reported. With `restarts`, the tokens
+        must equal the committed tokens at all common positions. Without `restarts`, the task must have no other lease,
+        neither running nor returned."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
@@ -395,7 +395,7 @@ class LeaseTable:
             self._offer(worker)
 
     def _credit(self, worker: Worker, change: Callable[[LeaseCredit], None]) -> None:
-        """Change the credit of a worker and its owner; update the index if they may hold more or fewer leases."""
+        """Change the credit of a worker and its owner; update the index if the number of allowed leases changes."""
         owner = worker.owner
         if worker.credit is None or owner is None:
             return
@@ -408,7 +408,7 @@ class LeaseTable:
             self._offer_owner(owner)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Subtract the cost of a lost lease from its worker's credit, unless the worker had only queued it."""
+        """Subtract the cost of a lost lease from its worker's credit, unless the lease was still queued."""
         worker = self.workers[lease.worker]
         # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
         # never ran.
@@ -446,7 +446,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, at_s)
 
     def _first_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:
-        """Return the first waiting task whose requirement is not in `unavailable`."""
+        """Return the first waiting task whose required version is not in `unavailable`."""
         first: TrackedTask | None = None
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
@@ -468,15 +468,15 @@ class LeaseTable:
         return worker if worker is not None and worker.has_slot and worker.serves(*task.ask) else None
 
     def _base(self, task: TrackedTask) -> int:
-        """Return the number of tokens that a task's next lease continues from."""
+        """Return the number of tokens of the trajectory after which a task's next lease continues."""
         return task.start if self.rules.restarts else task.committed
 
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[ev.Command]:
         base, task.preferred = self._base(task), None
         number, self._next_lease = self._next_lease, self._next_lease + 1
         origin = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
-        # the trajectory had tokens of this turn before the task was submitted, and the kind of worker that generated
-        # these is unknown
+        # the trajectory had tokens of this turn before the task was submitted; the kind of the worker that generated
+        # these tokens is unknown
         if self.rules.restarts and task.committed > task.start and task.origin is None:
             task.origin = "unknown" if worker.kind is None else origin
         lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, origin, worker.owner)
@@ -525,7 +525,7 @@ class LeaseTable:
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
         """Start backup leases for the slowest leases, on the fastest free workers that are expected to finish
         sufficiently earlier. The comparison uses the time to the maximum number of tokens, because final lengths are
-        unknown. Called after waiting tasks have been granted, so none of them could use these slots."""
+        unknown. Called after waiting tasks have been granted, so no waiting task could use these slots."""
         free = self._index.free()
         if not free:
             return
@@ -541,8 +541,8 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Return (expected remaining seconds, task) for each task that a backup lease on the worker `fastest` is
-        expected to finish sufficiently earlier."""
+        """Return (expected remaining seconds, task) for each task that would finish sufficiently earlier with a backup
+        lease on the worker `fastest`."""
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s

@@ -21,8 +21,8 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""Pattern of host names. It excludes texts such as 127.1, 0x7f000001 and 2130706433, which look like names but which
-the system's resolver reads as IP addresses."""
+"""Pattern of host names. The pattern excludes texts such as 127.1, 0x7f000001 and 2130706433, which look like names,
+but which the system's resolver interprets as IP addresses."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -77,8 +77,8 @@ class ListenAddress:
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
-        """Return the hub's URL for clients on this machine. It differs from `url` if the hub listens on 0.0.0.0 or ::,
-        because clients cannot connect to these addresses."""
+        """Return the hub's URL for clients on this machine. This URL differs from `url` if the hub listens on 0.0.0.0
+        or ::, because clients cannot connect to these addresses."""
         host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
 
@@ -111,7 +111,7 @@ class ListenAddress:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         files = f"the certificate {self.certificate}" + (f" with the key {self.key}" if self.key else "")
         try:
-            # an empty password, so that OpenSSL never asks for one on the terminal
+            # an empty password, so that OpenSSL never asks for a password on the terminal
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
         except ssl.SSLError as error:
             raise UserError(

@@ -64,7 +64,7 @@ class LocalWorkers:
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
     def check_health(self) -> None:
-        """Restart workers that have ended. Raises EngineFault naming the log if a worker ends repeatedly."""
+        """Restart workers that have ended. Raises EngineFault, with the log's path, if a worker ends repeatedly."""
         now_s = time.monotonic()
         for child in self._children:
             if child.process.poll() is None:

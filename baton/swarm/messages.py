@@ -29,9 +29,9 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 PROTOCOL = 5
-"""Protocol version. It is incremented when the messages change in a way that an older worker could misunderstand."""
+"""Protocol version, incremented when the messages change in a way that an older worker could misunderstand."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
-"""Maximum bytes of a frame; a longer frame ends the connection. A report of 100,000 tokens is shorter than this."""
+"""Maximum bytes of a frame, enough for a report of 100,000 tokens; a longer frame ends the connection."""
 SILENT_HEARTBEATS = 12
 """Heartbeat periods without a message after which a connection is considered dead, even if it is still open."""
 MAX_SLOTS = 4096
@@ -44,7 +44,7 @@ MAX_NAME = 256
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
-    """The first message from the hub. It describes the engine that the worker must build."""
+    """The first message from the hub, which describes the engine that the worker must build."""
 
     protocol: int
     run: str
@@ -60,8 +60,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     engine: dict[str, Any]
     """Fields of `EngineSettings` as plain values."""
     on_new_version: str
-    """What happens to running trajectories when the worker loads a new version. `resume`: they are aborted and
-    prefilled again. `keep`: they continue without a prefill. `drain`: no trajectory runs at that time."""
+    """What happens to running trajectories when the worker loads a new version. `resume`: trajectories are aborted and
+    prefilled again. `keep`: trajectories continue without a prefill. `drain`: no trajectory runs then."""
     relay_secret: str
     """Secret that authenticates workers at the relays of this hub."""
     heartbeat_s: float
@@ -76,7 +76,7 @@ class Want(msgspec.Struct, frozen=True, tag="Want"):
 
     version: PolicyVersion
     shared: str = ""
-    """Directory on the hub's machine with the file of the version, which workers on this machine map."""
+    """Directory on the hub's machine with the version's file, which workers on that machine map into memory."""
     relays: tuple[str, ...] = ()
     """URLs of relays that forward chunks."""
 
@@ -151,7 +151,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
-    """The worker is about to disconnect intentionally. It has reported all its tokens."""
+    """The worker has reported all its tokens and is about to disconnect intentionally."""
 
 
 FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver

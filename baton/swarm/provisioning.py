@@ -26,8 +26,8 @@ class Provisioning:
     train_s: float
     """T_train: seconds of a train step."""
     broadcast_s: float
-    """T_broadcast: seconds from the end of a train step until the workers serve the new version; 0 if they get leases
-    meanwhile."""
+    """T_broadcast: seconds from the end of a train step until the workers serve the new version; 0 if the workers get
+    leases while they fetch that version."""
     trajectories_per_step: int
     """R: number of trajectories that one train step consumes."""
     trajectories_per_s: float
@@ -50,7 +50,7 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Predicted fraction of the time that the trainer waits for trajectories; None before the first one."""
+        """Predicted fraction of the time that the trainer waits for trajectories; None before the first trajectory."""
         slack_s = self.slack_s
         if slack_s is None:
             return None
@@ -76,18 +76,18 @@ class Provisioning:
 
 @dataclass(slots=True)
 class ThroughputTracker:
-    """Measurements of one hub. The hub's thread writes them, and the controller's thread reads them."""
+    """Measurements of one hub. The hub's thread writes these measurements, and the controller's thread reads them."""
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    """Seconds between consecutive finished trajectories. Time in which no lease was held is not counted."""
+    """Seconds between consecutive finished trajectories. Time in which no worker had a lease is not counted."""
     last_s: float = 0.0
     announced: dict[int, float] = field(default_factory=dict)
-    """Version → time at which the trainer published it. A version stays here until all workers serve it."""
+    """Version → time at which the trainer published it. An entry is removed when all workers serve the version."""
     broadcast_s: float = 0.0
-    """Seconds from publication until all workers served the version, for the last such version."""
+    """Seconds from publication until all workers served the version, for the latest version that all have served."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
-        """Record a finished trajectory. busy_since_s: start of the current period in which leases are held."""
+        """Record a finished trajectory. busy_since_s: start of the current period in which workers have leases."""
         self.gaps_s.append(max(0.0, now_s - max(self.last_s, busy_since_s)))
         self.last_s = now_s
 
@@ -110,8 +110,8 @@ class TrainingProgress:
     publish_every: int
     trajectories_per_step: int
     is_broadcast_hidden: bool = False
-    """Whether workers get leases while they fetch a version (`swarm.max_lag` ≥ `publish_every`) and so never wait for
-    one."""
+    """Whether workers get leases while they fetch a version (`swarm.max_lag` ≥ `publish_every`) and therefore never
+    wait for a version."""
     step: int = 0
     train_s: float = 0.0
     """Duration of the last train step in seconds."""

@@ -1,8 +1,8 @@
 """Runs functions in the background, one after another, in a thread that ends whenever the queue is empty.
 
 The thread must end, because a thread that has computed with torch keeps OpenMP's worker threads until it ends. If there
-are more OpenMP threads than cores, OpenMP lets waiting threads sleep instead of spin. A train step of a small model
-then takes twice as long.
+are more OpenMP threads than cores, OpenMP lets waiting threads sleep instead of spin, which doubles the time of a train
+step of a small model.
 """
 
 from __future__ import annotations

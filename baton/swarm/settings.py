@@ -15,7 +15,7 @@ class SwarmSettings(Settings):
     workers: int = Field(default=0, ge=0)
     """Number of worker processes started on this machine, with one torch thread each (`--workers`)."""
     serve: str | None = None
-    """HOST:PORT at which workers on other machines can join (`--serve`); without it, only workers of this machine."""
+    """HOST:PORT for workers on other machines (`--serve`); without this key, only workers on this machine can join."""
     token_file: str = "baton-tokens.json"
     """File that contains the tokens created by `baton token create`."""
     certificate: str | None = None

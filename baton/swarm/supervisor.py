@@ -1,4 +1,4 @@
-"""The interfaces between the hub and the supervisor of the workers that a run starts on a cluster."""
+"""The interfaces between the hub and the supervisor of a run's workers on a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class HubAccess(Protocol):
-    """The part of the hub that a supervisor uses. Its methods may be called from any thread."""
+    """The part of the hub that a supervisor uses. All methods may be called from any thread."""
 
     @property
     def url(self) -> str:
@@ -36,7 +36,8 @@ class WorkerSupervisor(Protocol):
         """Return the `WorkerJoined.weight` of the workers that use the token `name`."""
 
     def check_health(self) -> None:
-        """Raise an error if a worker has failed and a restart cannot help. Called often, so it must not wait."""
+        """Raise an error if a worker has failed and a restart cannot help. Called often, so the method must not
+        wait."""
 
     def close(self) -> None:
         """End all workers. May be called twice."""

@@ -1,5 +1,5 @@
-"""Temporary directories of a hub process. The process removes them when it ends. If it is killed, the next hub process
-of the run removes them."""
+"""Temporary directories of a hub process. The hub process removes its directories when it ends. If it is killed, the
+next hub process of the run removes the directories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.files import write_whole
 
 class TemporaryDirectories:
     """Creates directories and records their paths in a file. If the process is killed, the next process reads this file
-    and removes the directories, such as one with the files of versions."""
+    and removes the directories."""
 
     def __init__(self, notes: Path) -> None:
         """Remove the directories that an earlier process of the run has left. notes: file with their paths."""

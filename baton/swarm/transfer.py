@@ -30,7 +30,7 @@ _SLOWEST_BYTES_PER_S = 10_000.0
 
 
 class HttpSource:
-    """A source of weights: the hub or a relay. Its methods block the caller while the event loop does HTTP."""
+    """A source of weights: the hub or a relay. Calls block until the event loop has performed the HTTP request."""
 
     def __init__(
         self,

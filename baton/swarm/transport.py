@@ -6,8 +6,8 @@ changes.
       receive ◀────── queue ◀───────────── broker
       load_weights ─────────────────────────────────────────────────────▶ background_publisher.py
 
-`load_weights` returns without waiting. Leases of the new version wait until a worker serves it. The next `receive` or
-`load_weights` raises the errors of other threads.
+`load_weights` returns without waiting. Leases that require the new version wait until a worker serves it. The next
+`receive` or `load_weights` raises an error that has occurred in another thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 _NAMED = 6
 """Maximum number of workers whose names a message lists."""
 FIRST_MESSAGE_S = 30.0
-"""Number of seconds without a worker after which the first message about this is printed."""
+"""Number of seconds without a worker after which the first message about the missing workers is printed."""
 
 
 class SwarmTransport:

@@ -34,7 +34,7 @@ class Fetched(TimedEvent, frozen=True, tag="Fetched"):
 
 
 class FetchFailed(TimedEvent, frozen=True, tag="FetchFailed"):
-    """The fetch of a version has failed: it was, for example, not available or did not match its digest."""
+    """The fetch of a version has failed: the version was, for example, not available or did not match its digest."""
 
     version: PolicyVersion
     cause: str
@@ -47,7 +47,7 @@ class Activated(TimedEvent, frozen=True, tag="Activated"):
 
 
 class SleepChanged(TimedEvent, frozen=True, tag="Slept"):
-    """The engine begins to sleep, which frees its weights, or it is awake again."""
+    """The engine starts to sleep, which frees the memory of its weights, or is awake again."""
 
     is_asleep: bool
 
@@ -94,8 +94,8 @@ class VersionSync:
         self.fetching: PolicyVersion | None = None
         self.activating: PolicyVersion | None = None
         self.is_asleep = False
-        """Whether the engine sleeps. It then activates no version, and afterwards only a version that is announced from
-        now on."""
+        """Whether the engine sleeps. A sleeping engine activates no version. After a sleep, only a version that was
+        announced after the start of the sleep is activated."""
         self.failures = 0
         """Number of consecutive failed fetches."""
         self.last_cause = ""
@@ -133,7 +133,7 @@ class VersionSync:
 
     def _wanted(self, version: PolicyVersion) -> None:
         """Set the wanted version. Within a lineage, only a higher number replaces the wanted version. A version of
-        another lineage always replaces it."""
+        another lineage always replaces the wanted version."""
         known = self.want
         if known is not None and known.lineage == version.lineage and version.number <= known.number:
             return
@@ -148,7 +148,7 @@ class VersionSync:
 
     def _fetch_wanted(self) -> list[Command]:
         """Fetch the wanted version, unless a fetch, an activation or a delay before a retry is in progress. A fetch is
-        never cancelled, so frequent publications cannot prevent every fetch from completing."""
+        never cancelled, so fetches complete even if versions are published faster than a worker can fetch them."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None
         if not idle or self.is_asleep or self.want is None or self.want == self.have:
             return []

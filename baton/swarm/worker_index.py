@@ -1,5 +1,4 @@
-"""An index of the workers that may be granted one more lease. It finds the least loaded worker that serves a
-version."""
+"""Index of the workers that may be granted one more lease, which finds the least loaded worker of a given version."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
-"""Factor of `Worker.grown_tokens` and `Worker.grown_s` at each report, before its values are added."""
+"""`Worker.grown_tokens` and `Worker.grown_s` are multiplied by this factor before a report's values are added."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +19,7 @@ class TokenOwner:
     num_held: int = 0
     """Total number of leases that the owner's workers hold."""
     entries: dict[int, list[_Entry]] = field(default_factory=dict)
-    """Version → heap of the entries of the owner's workers. The entries have the same form as those of the index."""
+    """Version → heap of the entries of the owner's workers, in the form of the index's entries."""
 
     @property
     def has_lease(self) -> bool:
@@ -51,7 +50,7 @@ class Worker:
     """Credit that limits the worker's leases; None if the worker may fill all its slots immediately."""
     owner: TokenOwner | None = None
     stamp: int = 0
-    """Identifier of the worker's current entry in the index. The worker's entries with another stamp are outdated."""
+    """Identifier of the worker's current entry in the index. Entries of the worker with another stamp are outdated."""
 
     @property
     def speed(self) -> float | None:
@@ -84,11 +83,11 @@ class Worker:
 
 
 _Entry = tuple[bool, float, int, Worker]
-"""Entry of a heap: (True without a free slot, load with one more lease, stamp, worker)."""
+"""Entry of a heap: (True if the worker has no free slot, load after one more lease, stamp, worker)."""
 
 
 class WorkerIndex:
-    """Index of workers by free capacity. It consists of heaps, so a grant does not visit all workers."""
+    """Index of workers by free capacity. The index consists of heaps, so a grant does not visit all workers."""
 
     def __init__(self, prefetch: float) -> None:
         self.workers: dict[int, Worker] = {}
@@ -159,7 +158,7 @@ class WorkerIndex:
             heapq.heapify(entries)
 
     def least_loaded(self, version: int, is_exact: bool) -> Worker | None:
-        """Return the least loaded worker with a suitable version. Workers with a free slot precede others."""
+        """Return the least loaded worker with a suitable version. Workers with a free slot come first."""
         if is_exact:
             top = self._top(self._entries.get(version, []))
             return None if top is None else top[3]
@@ -174,7 +173,7 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return the tokens per second of a lease of this worker, estimated from its weight before its first report."""
+        """Return the tokens per second of the worker's leases; before the first report, an estimate from its weight."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
@@ -196,8 +195,8 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove the first entries of a heap while their owners may hold no further lease; return the first remaining
-        entry, or None."""
+        """Remove entries from the start of a heap until the first entry's owner may hold one more lease; return this
+        entry."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top

@@ -1,9 +1,9 @@
 """The actors that run a worker process or a trainer rank on a machine of the cluster.
 
 Ray constructs actors from plain values and bytes. A worker is a child process of its actor. If the engine crashes the
-process, as CUDA faults do, the actor survives and reports the end of the worker's log. The process is an ordinary
-`baton worker` that joins the hub with a token. The process ends when its standard input closes, which happens when the
-actor ends. Ray ends the actor when the driver ends.
+worker process, for example by a CUDA fault, the actor survives and reports the end of the worker's log. The worker
+process is an ordinary `baton worker` that joins the hub with a token. The worker process ends when the actor ends,
+because this closes its standard input. Ray ends the actor when the driver ends.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     threads: int
     device: str
     engine: str = "embedded"
-    """Kind of the engine, to which `options` belong."""
+    """Kind of engine; `options` are options of this engine."""
     options: tuple[str, ...] = ()
     """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """For a worker that uses GPUs of ranks, one pair for each of its GPUs: the name of the environment variable that
-    restricts a process to GPUs, and the GPU's id in this variable or its index among the GPUs that the actor sees."""
+    """For a worker that shares GPUs with ranks, one pair per GPU. The first element is the name of the environment
+    variable that selects the GPUs that a process sees. The second element is the GPU's id for this variable, or the
+    GPU's index among the GPUs that the actor sees."""
     sleeps: bool = False
     """Whether `WorkerActor.use_device` is called."""
 
 
 PIECE_BYTES = 64 * 2**20
-"""Bytes of a version that a rank sends to the controller at a time."""
+"""Maximum number of bytes of a file that one call of `RankActor.take` returns."""
 
 
 def own_directory(what: str) -> Path:
@@ -101,8 +102,8 @@ class WorkerActor:
         return self._process.pid
 
     def use_device(self, turn: str, timeout_s: float) -> int:
-        """Pass a turn (`cli.worker.TURNS`) to the process, and return the bytes that its engine then holds. Raises
-        OSError if the process does not answer in time or ends. One call at a time."""
+        """Send a word of `cli.worker.TURNS` to the worker process, and return the bytes of device memory that its
+        engine then uses. Raises OSError if the process does not answer in time or ends. One call at a time."""
         left_s, answer = time_left(timeout_s), b""
         self._turns.settimeout(timeout_s)
         self._turns.sendall(f"{turn}\n".encode())
@@ -132,7 +133,7 @@ class WorkerActor:
 
 
 def _gpus(start: WorkerArguments) -> dict[str, str]:
-    """Return the variable that restricts a worker to its GPUs, if it uses GPUs of trainer ranks."""
+    """Return the environment variables that restrict a worker to its GPUs; empty if it shares no GPU with ranks."""
     found: dict[str, str] = {}
     for name, gpu in start.gpus:
         seen = [each for each in os.environ.get(name, "").split(",") if each]
@@ -142,8 +143,8 @@ def _gpus(start: WorkerArguments) -> dict[str, str]:
 
 
 def end_session(pid: int, deadline_s: float) -> bool:
-    """Kill a worker's process and the processes that it started, on this machine. Return True if none of them is left,
-    so that their memory is free, and False if one remains after the deadline."""
+    """Kill a worker's process and the processes that it started, on this machine. Return True when all these processes
+    have ended and their memory is free, and False if a process remains after the deadline."""
     left_s = time_left(deadline_s)
     while own := _of_session(pid):
         if left_s() <= 0:
@@ -156,7 +157,7 @@ def end_session(pid: int, deadline_s: float) -> bool:
 
 
 def _of_session(session: int) -> list[int]:
-    """Return the processes of a session, without those that have ended and wait for their parent."""
+    """Return the ids of the running processes of a session, without zombie processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -210,8 +211,8 @@ class RankActor:
         return visible((self._gpu,))
 
     def take(self, path: str, begin: int) -> Any:
-        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. Delete the file after its last
-        piece, which is shorter."""
+        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. A piece shorter than
+        `PIECE_BYTES` is the last one; the file is then deleted."""
         import numpy as np
 
         data = np.fromfile(path, np.uint8, count=PIECE_BYTES, offset=begin)
@@ -225,11 +226,11 @@ class RankActor:
 
 
 class RewardActor:
-    """An actor that holds a reward model. Its methods run in one event loop, and scoring a batch blocks this loop."""
+    """An actor that holds a reward model. All its methods run in one event loop, which scoring a batch blocks."""
 
     def __init__(self, directory: str, gpu: int) -> None:
-        """directory: the controller's working directory, for a model with a relative path. gpu: index of its GPU among
-        those that the actor sees."""
+        """directory: the controller's working directory, to which a model's relative path refers. gpu: index of the
+        actor's GPU among the GPUs that the actor sees."""
         import torch
 
         if Path(directory).is_dir():
@@ -262,7 +263,7 @@ class RewardActor:
             for spec in setup.specs
         )
         self._process = await LocalProcess.launch(JudgeSettings())
-        # this process imports the same modules as its actor; the run's paths may not exist here
+        # the child process gets the actor's `sys.path`, because the run's paths may not exist on this machine
         return await self._process.set_up(msgspec.structs.replace(setup, specs=specs, sys_path=tuple(sys.path)))
 
     async def ask(self, request: bytes) -> bytes:

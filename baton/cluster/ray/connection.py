@@ -95,7 +95,7 @@ class RayCluster:
 
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
         """Request a placement group with bundles of (node id, resources). Ray grants either all bundles or none. If
-        resources are missing, it grants them later or never."""
+        resources are missing, Ray grants the bundles later or never."""
         from ray.util import placement_group
 
         return placement_group(
@@ -142,7 +142,7 @@ def _answer() -> bool:
 
 
 def import_ray() -> Any:
-    """Import Ray without its usage statistics. Raises UserError if it is not installed."""
+    """Import Ray without its usage statistics. Raises UserError if Ray is not installed."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         import ray
@@ -159,7 +159,7 @@ def check_address(address: str) -> None:
 
 
 def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> DescribedCluster:
-    """Return the description of the cluster at an address. Raises UserError if it cannot be joined or used."""
+    """Return the description of the cluster at an address. Raises UserError if the cluster cannot be joined or used."""
     known = None if base is None else load_recipe(ClusterSettings, base)
     cluster = RayCluster(address)
     try:

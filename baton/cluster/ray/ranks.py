@@ -44,7 +44,7 @@ class RayRanks:
         try:
             self._await_group(machines)
             for rank, spec in enumerate(specs):
-                # an actor that requested the resource GPU sees only its own GPU; with another resource, it sees all
+                # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
                 gpu = None if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
                 info = RankInfo(rank=rank, size=len(specs), threads=spec.threads, device_index=gpu)
                 actor = actor_class.options(**cluster.options(self.group, rank, spec.resources, spec.threads))

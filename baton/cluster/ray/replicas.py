@@ -1,7 +1,8 @@
-"""vLLM replicas as actors on a Ray cluster, which receive versions directly from the trainer (`weights.transport`).
+"""Runs vLLM replicas as actors on a Ray cluster. The replicas receive versions directly from the trainer
+(`weights.transport`).
 
-A replica on several machines has an actor on each of them (`rollout/engines/vllm/further.py`). It fails as a whole:
-each call of the first actor also checks the others, and `close` ends all of them.
+A replica on several machines has an actor on each of them (`rollout/engines/vllm/further.py`). Such a replica fails as
+a whole: each call of its first actor also checks its other actors, and `close` ends all of them.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from baton.rollout.processes.protocol import Start
 from baton.weights.direct.settings import DirectTransfer
 
 RETURN_S: Final = 600.0
-"""Maximum seconds that a replica waits for its machine, which has left the cluster, to join again."""
+"""If a replica's machine has left the cluster, maximum seconds to wait until the machine has joined again."""
 _POLL_S: Final = 0.5
 _CHECK_S: Final = 1.0
 """Minimum seconds between two checks of an actor on a further machine."""
 _CALLS: Final = 16
-"""Maximum number of messages that an actor processes at once. Calls of vLLM's workers may hang until their deadline."""
+"""Maximum number of messages that an actor processes concurrently. The number is above 1, because a call of vLLM's
+workers may hang until its deadline."""
 
 
 class RayReplicas:
-    """Implements `RemoteReplicas`. A replica that has failed is started again as a whole, on the machine of the same
-    name."""
+    """Implements `RemoteReplicas`. A failed replica is started again as a whole, on machines of the same names."""
 
     server: type[ReplicaServer] = ReplicaServer
     """Class of the actors."""
@@ -47,11 +48,11 @@ class RayReplicas:
         direct: DirectTransfer,
         log: Callable[[str], None],
     ) -> None:
-        """machines: returns name in the plan → machine, for the machines that are now in the cluster."""
+        """machines: function that returns the current machines of the cluster by their names in the plan."""
         self.direct = direct
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._begun: dict[int, _RayReplica] = {}
-        """Actors that start for the first time. All of them start at once."""
+        """Actors that start for the first time; all of them start concurrently."""
         self._has_begun = False
         self._actors: list[_RayReplica] = []
         self._closed = Event()
@@ -81,7 +82,7 @@ class RayReplicas:
     def _begin(self, index: int, start: Start) -> _RayReplica:
         spec, vllm, left_s = self._specs[index], start.settings["vllm"], time_left(RETURN_S)
         if (spec.gpu != CPU or spec.further) and spec.tp * spec.pp > 1:
-            # by default, vLLM would start the processes of the devices as actors in bundles of this actor's group
+            # by default, vLLM would start one actor per device, in the bundles of this actor's placement group
             arguments = {"distributed_executor_backend": "mp", **vllm["arguments"]}
             vllm = {**vllm, "tensor_parallel": spec.tp, "pipeline_parallel": spec.pp, "arguments": arguments}
         settings = {**start.settings, "slots": -(-spec.slots // 8) * 8, "vllm": {**vllm, "replicas": 1}}
@@ -98,7 +99,7 @@ class RayReplicas:
 
 
 class _Further:
-    """The actor of a replica on a further machine, and its last call: its start, or a check."""
+    """The actor of a replica on a machine other than the first, with the actor's last call: the start, or a check."""
 
     def __init__(self, name: str, actor: Any, started: Any) -> None:
         """started: future of the actor's start."""
@@ -107,7 +108,7 @@ class _Further:
 
 
 class _RayReplica(RemoteReplica):
-    """A replica in an actor on each of its machines, in a placement group of its own."""
+    """A replica with one actor on each of its machines and with its own placement group."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class _RayReplica(RemoteReplica):
         super().__init__(f"{spec.name} on {' and '.join(spec.machines)}", start)
         self._cluster, self._spec = cluster, spec
         self._is_closed, self._num_calls, self._changed = False, 0, Condition()
-        """`_num_calls`: number of threads in a call of Ray. None may be in one when this process leaves the cluster."""
+        """`_num_calls`: number of threads in a call of Ray, which must be 0 when this process leaves the cluster."""
         parts: tuple[ProcessSpec | ProcessPart, ...] = (spec, *spec.further)
         bundles = [(machine.id, part.resources) for machine, part in zip(machines, parts, strict=True)]
         self._group = cluster.reserve(bundles, f"baton-{spec.name}")
@@ -134,7 +135,7 @@ class _RayReplica(RemoteReplica):
             if spec.further:  # otherwise 127.0.0.1 (`set_up_environment`)
                 options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] = machine.address
             self._actors.append(cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote())
-        # if a replica has several machines, Ray passes the port from the first actor to all
+        # if a replica has several machines, Ray passes the port of the first actor to all its actors
         port = self._actors[0].free_port.remote(host) if spec.further else 0
         starts = [
             actor.handle.remote(encode(_start_of_node(start, index, len(parts), host) if spec.further else start), port)
@@ -186,7 +187,7 @@ class _RayReplica(RemoteReplica):
 
     def _check_further(self) -> None:
         """Raise EngineFault or DeadlineExceeded if an actor on a further machine reports an error, has ended, or has
-        not answered its last call in time. Begin the next check, at most one per actor and `_CHECK_S`. Does not
+        not answered its last call in time. Start the next check, at most one per actor in `_CHECK_S` seconds. Does not
         wait."""
         if not self._further or not self._checking.acquire(timeout=0):
             return

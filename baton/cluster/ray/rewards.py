@@ -1,7 +1,7 @@
 """Starts the reward model of a plan: one actor on each GPU of the reward stage.
 
-The run's scoring thread starts an actor, sends calls to it, and restarts it if it ends or hangs, as it does with local
-processes (`baton/rewards/pool.py`). The resources stay reserved during a restart.
+The run's scoring thread starts the actors, sends calls to them, and restarts an actor that has ended or hangs, as it
+does with local processes (`baton/rewards/pool.py`). The resources stay reserved during a restart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RayRewards:
 
     @property
     def places(self) -> tuple[tuple[str, Launch], ...]:
-        """The device of each process, and the function that starts it."""
+        """The device of each process, and the function that starts the process."""
         return tuple(
             ("cpu" if spec.gpu == CPU else self._device, partial(self._launch, index))
             for index, spec in enumerate(self._specs)
@@ -66,7 +66,7 @@ class RayRewards:
         actor_class = self._cluster.ray.remote(RewardActor).options(
             **self._cluster.options(group, 0, spec.resources, spec.threads)
         )
-        # an actor that requested the resource GPU sees only its own GPU; with another resource name, it sees all
+        # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
         gpu = 0 if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
         actor = actor_class.remote(str(Path.cwd()), gpu)
         try:
@@ -128,7 +128,7 @@ class _ActorProcess:
                 self._ray.kill(self._actor)
 
     async def ended(self) -> None:
-        """Return at once: Ray starts another actor on the same resources only after this one has ended."""
+        """Return immediately: Ray itself starts another actor on the same resources only after this actor has ended."""
 
     async def _reply(self, future: Any) -> bytes:
         try:

@@ -50,7 +50,7 @@ class RayRun:
     """The arguments of one `baton train --ray` command."""
 
     load: Callable[[Sequence[str]], Recipe]
-    """Function that loads the recipe with these overrides."""
+    """Function from overrides to the recipe with these overrides."""
     plan: Path
     address: str
     resume: bool = False
@@ -87,7 +87,7 @@ class _RayAttempts:
         self.planner = Replanner(recipe, plan)
         self.types = self.planner.base_types
         self.has_begun = False
-        """True if an attempt of this command has started the run; the next attempt then resumes it."""
+        """True if an attempt of this command has started the run; the next attempt then resumes the run."""
         self.names: dict[str, str] = {}
         """Machine id → name of the machine in the plan."""
 
@@ -108,9 +108,9 @@ class _RayAttempts:
                 self._replan(lost)
 
     def _replan(self, lost: RankLost) -> None:
-        """If the cluster has lost a machine of the plan, make a plan for the remaining machines. If there is no such
-        plan, continue with the current plan without the lost workers. Raises RankLost if the current plan cannot
-        continue either: the trainer used a lost machine, or no worker is left."""
+        """If the cluster has lost a machine of the plan, make a plan for the remaining machines. If no plan exists for
+        the remaining machines, continue with the current plan without the lost workers. Raises RankLost if the current
+        plan cannot continue either: the trainer used a lost machine, or no worker is left."""
         remaining = self._machines(self.names)
         missing = machines_of(self.planner.plan) - {machine.name for machine in remaining}
         if not missing:
@@ -260,7 +260,7 @@ class _RayAttempts:
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
         """Reserve resources for a trainer in this process; return None if the ranks are actors. The trainer runs in
         this process if it has exactly one rank, and this rank is on this machine and requests no GPU from Ray. In a
-        colocated plan, a rank on a GPU is an actor, so that rank and worker find the same GPU."""
+        colocated plan, a rank on a GPU is an actor, which reports the GPU that the worker must also use."""
         rank = placement.ranks[0]
         is_here = machines[rank.machine].id == self.cluster.here
         is_shared_gpu = self.planner.plan.is_colocated and rank.gpu != CPU

@@ -7,7 +7,7 @@
 
 The threads of the hub and the controller only read worker weights (`WorkerJoined.weight`) and the recorded fault. In a
 colocated run, the controller's thread also makes workers free the memory of their GPUs and allocate it again (`sleep`,
-`wake_up`). `_lock` protects the state that both this thread and the supervisor's thread change.
+`wake_up`). `_lock` protects the state that both the controller's thread and the supervisor's thread change.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class RayWorkerSupervisor:
         """Actors that are leaving: (actor, Ray future of its `leave`, deadline)."""
         self.pids: dict[str, int] = {}
         self.ranks: tuple[Any, Sequence[dict[str, str]]] = None, ()
-        """Placement group of the ranks, and for each rank on a GPU the variable that restricts a process to this GPU;
-        set before `begin`, if the plan is colocated."""
+        """Placement group of the ranks and, for each rank on a GPU, the environment variable that restricts a process
+        to this GPU. In a colocated plan, `ranks` must be set before `begin`."""
         self._lock = RLock()
         self._is_trainers_turn = False
-        """Whether ranks use the GPUs that they share with workers. Meanwhile, no worker on these GPUs is started."""
+        """True while ranks use the GPUs that they share with workers; no worker on these GPUs is then started."""
         self._waiting: dict[str, ProcessSpec] = {}
-        """Workers to start when the engines' turn begins."""
+        """Workers to start at the next `wake_up`."""
         self._ending: dict[Any, _RunningActor] = {}
         """Ray future of `end_session` → worker whose processes may still use memory of a shared GPU."""
         self._plan: Future[ReplanResult] | None = None
@@ -123,10 +123,10 @@ class RayWorkerSupervisor:
             with suppress(Exception):  # the connection to the cluster may be lost
                 self._cluster.ray.wait(list(self._ending), num_returns=len(self._ending), timeout=GRACE_S)
 
-    # ---- turns with the trainer, called by the controller's thread ---------------------------------------------------
+    # ---- shared GPUs, called by the controller's thread --------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Return when no worker uses a rank's GPU: each has freed its memory, or its processes have ended. Raises
+        """Wait until each worker on a rank's GPU has freed its device memory or its processes have ended. Raises
         EngineFault if a worker may still use memory."""
         with self._lock:
             if self._is_trainers_turn:
@@ -148,7 +148,7 @@ class RayWorkerSupervisor:
                 raise self._not_free(running)
 
     def wake_up(self) -> None:
-        """Let the workers allocate their memory again, and start those that have ended during the trainer's turn."""
+        """Let the workers allocate their memory again, and start the workers that ended since `sleep`."""
         with self._lock:
             is_change, self._is_trainers_turn = self._is_trainers_turn, False
         if is_change:
@@ -160,12 +160,12 @@ class RayWorkerSupervisor:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory in bytes of the engine that uses most."""
+        """Device memory in bytes of the engine that uses the most."""
         return max(self._take_turn("held"), default=0)
 
     def _take_turn(self, turn: str) -> list[int]:
         """Send `sleep`, `wake` or `held` to the workers on GPUs of ranks; return the device memory in bytes that each
-        of them then uses. A worker that does not answer within `rollout.stall_timeout_s` is ended."""
+        of these workers then uses. A worker that does not answer within `rollout.stall_timeout_s` is ended."""
         ray, limit_s = self._cluster.ray, self._planner.recipe.rollout.stall_timeout_s
         with self._lock:
             sharing = {name: running for name, running in self._running.items() if running.spec.ranks}
@@ -336,7 +336,7 @@ class RayWorkerSupervisor:
         self._handle(sv.ProcessEnded(time.monotonic(), name, cause))
 
     def _end_processes(self, running: _RunningActor) -> None:
-        """End the remaining processes of a worker that uses a rank's GPU. `sleep` waits until they have ended."""
+        """End the remaining processes of a worker that uses a rank's GPU. `sleep` waits for their end."""
         if not running.process and running.pid is not None:  # its start was not reported yet
             with suppress(Exception):  # the actor may have ended
                 running.process = self._cluster.ray.get(running.pid, timeout=0.1)
@@ -426,7 +426,7 @@ def _gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[
     for gpu, rank in zip(spec.gpu_ids, spec.ranks, strict=True):
         if rank >= 0:
             found.append((name, ranks[rank][name]))
-        else:  # an actor that requested the resource GPU sees only its own GPUs; with another resource, it sees all
+        else:  # an actor sees only its own GPUs if it requests the resource `GPU`, otherwise all GPUs
             found.append((name, others if "GPU" in spec.resources else int(gpu.rpartition(":")[2])))
             others += 1
     return tuple(found)

@@ -1,6 +1,6 @@
 """Access control for the HTTP requests and WebSocket connections of a hub: access tokens, quarantine, rate limits.
 
-`hub.py` (WebSockets of workers) and `http_routes.py` use it in the hub's thread.
+`hub.py` (WebSockets of workers) and `http_routes.py` use this module in the hub's thread.
 """
 
 from __future__ import annotations

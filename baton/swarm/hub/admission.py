@@ -4,11 +4,11 @@ each caller. The module uses no socket and no clock.
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
                   └──▶ evicted: too many strangers, or no token in time
 
-Connections that have not presented a valid access token ("strangers") have a separate limit. When a connection arrives
-at this limit, the oldest stranger of the network address with the most strangers is closed. A caller that opens many
-connections therefore loses its own connections, and callers without a token cannot block callers with a token. All
-untrusted tokens together may use half of all connections, and each of them at most a quarter. A further quarter is only
-for the run's owner (admins, trusted workers).
+Connections that have not presented a valid access token ("strangers") have a separate limit. If the limit is reached
+when a connection arrives, the oldest stranger of the network address with the most strangers is closed. A caller that
+opens many connections therefore loses its own connections, and callers without a token cannot block callers with a
+token. All untrusted tokens together may use half of all connections, and one untrusted token at most a quarter. Another
+quarter of all connections is only for the run's owner (admins, trusted workers).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Return the limits for a process that may open `file_limit` files, some of them reserved."""
+        """Return the limits for a process that may open `file_limit` files, of which some are reserved."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)
@@ -67,8 +67,8 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection towards its token. Return the reason if the connection is refused, otherwise None. A
-        refused connection stays a stranger."""
+        """Count a connection towards its token. Return the reason why the connection is refused, or None if it is
+        accepted. A refused connection stays a stranger."""
         if connection in self._known:
             return None
         if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
@@ -95,7 +95,7 @@ class Admission:
 
     def oldest_stranger(self) -> int | None:
         """Return the oldest connection without a valid token, to close it when no file descriptor is left. None: all
-        connections have presented one."""
+        connections have presented a valid token."""
         return next(iter(self._strangers), None)
 
     def overdue(self, now_s: float) -> list[int]:
@@ -120,8 +120,8 @@ class RateLimit:
 
 
 def network_of(address: str) -> str:
-    """Return the network that one subscriber usually has: an IPv4 address itself, or the /64 network of an IPv6
-    address. Text that is not an address is returned unchanged."""
+    """Return the network that counts as one caller: an IPv4 address itself, or the /64 network of an IPv6 address. Text
+    that is not an address is returned unchanged."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:

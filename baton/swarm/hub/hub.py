@@ -10,8 +10,8 @@
 | ticker     | the clock         | ticks                        | the next second | the clock             |
 
 All tasks run in one event loop in a separate thread, so they need no locks, and a long train step does not block them.
-With `Hub.call`, the controller's thread submits functions that run in this thread. When the event loop is delayed, the
-delay does not count towards the workers' time limits.
+With `Hub.call`, the controller's thread submits functions that run in the hub's thread. When the event loop is delayed,
+the delay does not count towards the workers' time limits.
 """
 
 from __future__ import annotations

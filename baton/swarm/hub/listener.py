@@ -28,7 +28,7 @@ from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimit
 from baton.swarm.listen import ListenAddress
 
 KEEP_ALIVE_S = 30.0
-"""Seconds until an idle connection with a valid token is closed; others are closed after each response."""
+"""Seconds until an idle connection with a valid token is closed; other connections close after each response."""
 ACCEPTED_AT_ONCE = 4
 """Maximum number of connections accepted before other tasks run. The number is small, so that accepted connections can
 present a token before later connections displace them."""
@@ -90,8 +90,8 @@ class HubListener:
             await asyncio.wait(self._greeters, timeout=1.0)
 
     def identify(self, request: web.Request, key: str, *, is_owner: bool = False) -> None:
-        """Count a request's connection towards the access token `key`. Raises HTTPServiceUnavailable if no further
-        connection with a token, or with this token, is allowed."""
+        """Count a request's connection towards the access token `key`. Raises HTTPServiceUnavailable if the limit of
+        all connections with a token, or of connections with this token, is reached."""
         fd = _fd_of(request)
         refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
         if refusal is not None:
@@ -200,7 +200,8 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise this process's soft limit on open files to the hard limit or `MAX_FILES`; return the soft limit."""
+    """Raise this process's soft limit on open files to the hard limit, at most to `MAX_FILES`; return the soft
+    limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -6,7 +6,7 @@ commands.
     VerificationService ─▶ release, remake, quarantined ────┘      └─▶ LeaseBroker, VerificationService
 
 All methods must be called in the hub's thread. `Membership` uses no socket and no thread, and its only clock is the
-broker's. Therefore the live hub and the simulator use the same class.
+broker's, so the live hub and the simulator use the same class.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: function that returns the weight (`WorkerJoined.weight`) of the run's workers with a token of this
-        name."""
+        """weight: function from a token's name to the weight (`WorkerJoined.weight`) of the run's workers with this
+        token."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -126,7 +126,7 @@ class Membership:
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove the workers of a quarantined worker id or token; revoke their trajectories that are not trained on."""
+        """Remove the workers of a quarantined id or token; revoke their trajectories that were not trained on."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -138,7 +138,7 @@ class Membership:
 
     def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
         """Announce a published version to all workers. If `only_near` is set, announce it only to the workers on the
-        hub's machine, which find the version's file."""
+        hub's machine, which can read the version's file."""
         want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version
@@ -158,7 +158,7 @@ class Membership:
 
     def join(self, hello: messages.Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
         """Register a worker, or restore its registration after a reconnection. Raises Malformed if the worker was built
-        for another model, and Unwanted if it may not take part in the run."""
+        for another model, and Unwanted if the worker may not take part in the run."""
         if hello.model_digest != self.welcome.model_digest:
             raise messages.Malformed(f"the worker was built for another model ({hello.model_digest[:12]})")
         worker, key = self._access.identify(hello, grant)
@@ -193,7 +193,7 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """Handle a connection's end: no new leases; the worker's leases end at its heartbeat timeout."""
+        """Handle a connection's end: the worker gets no new leases, and its leases end at the heartbeat timeout."""
         peer.outgoing = None
         self._count_slots()
         # a removed worker's end has already been reported
@@ -204,7 +204,7 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, None, peer.stats.decoded_tokens))
 
     def remove(self, worker: int, cause: str, *, is_final: bool = False) -> None:
-        """Disconnect a worker and end its leases. Unless `is_final`, it may join again as a new worker."""
+        """Disconnect a worker and end its leases. Unless `is_final`, the worker may join again as a new worker."""
         self._disconnect(worker, cause, is_final=is_final)
         self.execute(self.broker.leave(worker, cause))
 

@@ -14,17 +14,17 @@ from baton.swarm.listen import is_loopback
 from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""Maximum number of unsent bytes for one worker. A worker whose messages would exceed it is disconnected."""
+"""Maximum number of unsent bytes for one worker. A worker whose messages would exceed this limit is disconnected."""
 FRAME_OVERHEAD = 128
 """Bytes of memory that a queued frame takes in addition to its content."""
 RATE_WINDOW_S = 30.0
 FORGET_AFTER_S = 90.0
-"""Seconds without an announcement of a relay after which the hub no longer sends its URL to workers."""
+"""A relay's URL is no longer sent to workers if the relay has not announced itself for this number of seconds."""
 MAX_RELAYS = 256
 
 
 class Outgoing(Protocol):
-    """Interface that sends messages to one worker. A connection's queue and the simulated network implement it."""
+    """Interface that sends messages to one worker, implemented by a connection's queue and by the simulated network."""
 
     def put(self, message: FromHub) -> bool:
         """Queue a message. Return False if the queue is full."""
@@ -62,7 +62,7 @@ class FrameQueue(Outgoing):
 
 @dataclass(slots=True)
 class Peer:
-    """A worker that has joined. The object stays the same when the worker reconnects."""
+    """A worker that has joined. A worker that reconnects keeps its `Peer` object."""
 
     number: int
     grant: AccessGrant
@@ -76,7 +76,7 @@ class Peer:
     """Key that the worker presents after a reconnection."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     served: int | None = None
-    """Number of the version that the worker serves; None if it serves none that this hub process knows."""
+    """Number of the version that the worker serves; None if it serves no version that this hub process knows."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     """(time in seconds, value of the engine's token counter) at each of the last heartbeats."""
 

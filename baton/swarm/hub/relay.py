@@ -50,7 +50,7 @@ class RelayTicket(msgspec.Struct, frozen=True):
     """The hub's reply to a relay that announces itself."""
 
     secret: str
-    """Secret that workers present to a relay. It changes with each start of the hub."""
+    """Secret that workers present to a relay. The secret changes with each start of the hub."""
 
 
 @dataclass(frozen=True, slots=True)

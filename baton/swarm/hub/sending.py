@@ -1,7 +1,7 @@
 """Sends weights to callers in pieces, as fast as each caller reads.
 
-The memory of all downloads together is bounded, and a download without progress is aborted. Each access token may use a
-limited number of the downloads, so that a slow caller does not block other callers.
+The memory of all downloads together is bounded, and a download without progress is aborted. The number of concurrent
+downloads of each access token is limited, so that a slow caller does not block other callers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUEUE_S = 20.0
 """Maximum seconds that a request waits for a download slot. After this time, the response is HTTP 503."""
 PIECE_BYTES = 2**18
 READ_S = 180.0
-"""Seconds until a read from a store or cache is abandoned, longer than a remote store's own deadlines."""
+"""Seconds until a read from a store or cache is abandoned. The limit is longer than the deadlines of a remote store."""
 STALL_S = 30.0
 """A connection is reset if its receiver does not accept a piece within this number of seconds."""
 
@@ -44,7 +44,7 @@ class Downloads:
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(QUEUE_S):
-                    # the token's share first: requests that wait for it must not hold slots that other tokens could use
+                    # the token's share first: a request that waits for this share must not hold a slot of all tokens
                     for one in (share, self._places):
                         await held.enter_async_context(one)
             except TimeoutError as error:

@@ -27,7 +27,7 @@ class ReceiveTimeout(Exception):
 
 
 class HubSession:
-    """One connection. Its driver (`Hub` or the simulator) receives the messages and calls every method."""
+    """One connection. The driver of a session (`Hub` or the simulator) receives the messages and calls every method."""
 
     def __init__(self, members: Membership, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
         self.peer: Peer | None = None

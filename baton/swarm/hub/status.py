@@ -38,11 +38,11 @@ class QuarantineStatus(msgspec.Struct, frozen=True):
     name: str
     reason: str
     trained_steps: tuple[int, ...]
-    """Train steps whose batches contain trajectories of the worker."""
+    """Train steps whose batches contain the worker's last `REMEMBERED_TRAINED` trained trajectories."""
     num_trained: int
-    """Number of the worker's trajectories in the batches of `trained_steps`."""
+    """Number of the worker's trajectories that were trained on."""
     num_revoked: int
-    """Number of the worker's trajectories that are generated again."""
+    """Number of the worker's finished trajectories that were not trained on and are generated again."""
 
 
 class HubStatus(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class HubStatus(msgspec.Struct, frozen=True):
     run: str
     lineage: str
     version: int | None
-    """Number of the latest published version; None before the first."""
+    """Number of the latest published version; None before the first version."""
     versions: tuple[int, ...]
     """Numbers of the retained versions."""
     step: int
@@ -76,14 +76,14 @@ class HubStatus(msgspec.Struct, frozen=True):
     """Quantities of the provisioning rule, by name."""
     quarantine: tuple[QuarantineStatus, ...]
     denied: int
-    """Number of requests without a valid token."""
+    """Number of requests that were refused because of their token, its role, or a quarantine."""
     malformed: int
     """Number of connections ended because of an invalid message."""
     loop_delay_s: float
     """Maximum delay of the hub's event loop, in seconds."""
     notes: tuple[str, ...] = ()
     not_inspected: int = 0
-    """Number of trajectories that were selected to be scored again, but could not be scored."""
+    """Number of trajectories that were selected to be scored again, but could not be scored completely."""
 
 
 class _StatusCollector(Collector):

@@ -1,4 +1,4 @@
-"""Decides which workers may take part in a run, from their quarantine, their keys, and the run's requirements.
+"""Decides which workers may take part in a run, based on quarantines, the workers' keys, and the run's requirements.
 `WorkerAccess` uses no socket and no clock, so the live hub and the simulator use the same class."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerRequirements:
 
 
 class WorkerAccess:
-    """Decides whether a worker whose access token is valid may take part."""
+    """Decides whether a worker with a valid access token may take part in a run."""
 
     def __init__(
         self, quarantine: Quarantine, keys: WorkerKeys, requirements: WorkerRequirements | None = None

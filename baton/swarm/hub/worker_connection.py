@@ -29,14 +29,15 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """on_sent: gets the bytes of each frame. delay_s: returns the seconds to delay the frame just received."""
+        """on_sent: called with the size in bytes of each sent frame. delay_s: returns the seconds by which the last
+        received frame must be delayed."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
     async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
-        """Send queued frames until the conversation or the queue ends; then close the connection. If the worker closes
-        the connection first, the conversation still reads the messages that have arrived, because the last message may
-        be a Fault. The server cancels this call when the connection is lost."""
+        """Send queued frames until the coroutine `conversation` or the queue ends; then close the connection. If the
+        worker closes the connection first, `conversation` still reads the messages that have arrived, because the last
+        message may be a Fault. The server cancels this call when the connection is lost."""
         sender, reader = asyncio.create_task(self._send_all()), asyncio.create_task(conversation)
         try:
             await asyncio.wait({sender, reader}, return_when=asyncio.FIRST_COMPLETED)

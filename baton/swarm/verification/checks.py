@@ -1,9 +1,9 @@
 """Checks the shapes, value ranges, versions, numbers of tokens and endings of a report. These checks need no model.
 
 The checks are pure functions. Every engine that follows `rollout/engines/slot_table.py` passes the checks. After a
-network failure, a correct worker may send repeated or late reports. The lease broker recognises these by their token
-offset and drops them. It therefore checks only reports whose tokens it is about to append. The cheapest checks come
-first, so an oversized report costs only the check of its length.
+network failure, a correct worker may send repeated or late reports. The lease broker recognises such reports by their
+token offset and drops them. The broker therefore checks only reports whose tokens it is about to append. The cheapest
+checks come first, so an oversized report costs only the check of its length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from baton.rollout.engines.slot_table import StopText
 from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory, kept_dtype
 
 MAX_LOGPROB = 1e-4
-"""Maximum of a reported log-probability. It is above 0 to allow for rounding."""
+"""Maximum of a reported log-probability, above 0 to allow for rounding."""
 MAX_SHOWN = 60
-"""Maximum number of characters of a worker's value that a message quotes."""
+"""Maximum number of characters that a message quotes of a reported value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ReportLimits:
     routing_bytes: int = 0
     """Bytes per token of reported routing (the experts that processed the token); 0 if not reported."""
     num_experts: int = 0
-    """Number of experts of each router. In a report, an expert takes one byte, or two if there are more than 256."""
+    """Number of experts of each router. In a report, an expert's index takes one byte, or two above 256 experts."""
     max_segments: int = 64
     """Maximum number of segments of a report. A report has a segment for each version that the worker has served since
     the previous report."""
@@ -55,7 +55,7 @@ def check_report(
 ) -> str | None:
     """Return a sentence that names the violation in a report, or None if a correct worker may have sent the report.
 
-    grown: the lease's trajectory before the report: it is not finished, and the report begins at its end.
+    grown: the lease's unfinished trajectory before the report; the report's tokens follow its last token.
     newest_version: number of the newest published version. text: function that decodes token ids to text that includes
     special tokens; called only if the lease has stop strings.
     """
@@ -102,7 +102,7 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
     if min(ids) < 0 or max(ids) >= limits.vocabulary:
         i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < limits.vocabulary)
         return f"token {place + i} has the id {_shown(token)}; allowed are 0 to {limits.vocabulary - 1}"
-    # the sum is finite only if all values are; the maximum may ignore a NaN
+    # the sum is finite only if all values are finite; `max` may ignore a NaN
     for i, logprob in enumerate(() if max(logprobs) <= MAX_LOGPROB and math.isfinite(sum(logprobs)) else logprobs):
         if not (math.isfinite(logprob) and logprob <= MAX_LOGPROB):
             return f"token {place + i} has the behavior logprob {_shown(logprob)}; allowed are finite values up to 0"
@@ -121,7 +121,7 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
 
 def _wrong_masks(segment: Segment, limits: ReportLimits, place: int, max_kept: int) -> str | None:
     """Check that each sampling mask contains 1 to `max_kept` different token ids in ascending order, including the id
-    of its own token. Return a sentence that names the first error, or None if there is none."""
+    of the sampled token. Return a sentence that names the first error, or None if there is none."""
     needed, dtype = len(segment.token_ids) if max_kept else 0, np.dtype(kept_dtype(limits.vocabulary))
     if len(segment.kept) != needed:
         return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; it needs {needed}"
@@ -180,8 +180,8 @@ def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
     """Search for stop strings token by token, as an engine does. A token that completes a stop string must be the last
-    token of a report that finishes the trajectory by stop. The last token of such a report must complete a stop string
-    or be an end id. Return a sentence that names the first violation, or None if there is none."""
+    token of a report with the finish reason `stop`. The last token of a report with this finish reason must complete a
+    stop string or be an end id. Return a sentence that names the first violation, or None if there is none."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

@@ -7,13 +7,14 @@ events and returns commands.
 
 Suppose that the share p of the trajectories is checked, and that a worker falsifies the share c of its trajectories.
 The worker is then undetected after n trajectories with probability (1 − p·c)^n. The worker cannot predict which
-trajectories are checked, because the draw depends on a secret.
+trajectories are checked, because the random selection depends on a secret.
 
-Each turn of a multi-turn episode counts as a finished trajectory: the policy draws, holds and counts each turn, and the
-check compares only the tokens of the turn. A trajectory with several authors counts for each of them.
+Each turn of a multi-turn episode counts as a finished trajectory: the policy selects, holds back and counts each turn
+separately, and a check compares only the tokens of its turn. A trajectory with several authors counts for each author.
 
-A held trajectory is not used for training before the result of its check. If it cannot be checked, it is generated
-again, at most `MAX_REMADE` times. Afterwards, or if all its authors are trusted, it is released unchecked.
+A trajectory that is held back for a check is not used for training before the check has a result. If the trajectory
+cannot be checked, it is generated again, at most `MAX_REMADE` times. After that, or if all its authors are trusted, the
+trajectory is released unchecked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""Maximum number of seconds that a held trajectory waits for a result: the sum of a constant and a time per token."""
+"""Maximum seconds that a trajectory is held back without a result: the sum of a constant and a time per token."""
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
@@ -120,7 +121,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the trajectory, which is shown to users and is an input of the draw."""
+        """Name of the trajectory, which is shown to users and is an input of the random selection."""
         return name_of(self.key)
 
 
@@ -200,13 +201,13 @@ class CheckTrajectory(msgspec.Struct, frozen=True):
 
 
 class ReleaseTrajectory(msgspec.Struct, frozen=True):
-    """Make a held trajectory available for training."""
+    """Make a trajectory that was held back available for training."""
 
     key: Key
 
 
 class RemakeTrajectory(msgspec.Struct, frozen=True):
-    """Generate a held trajectory again."""
+    """Discard a trajectory that was held back, so that it is generated again."""
 
     key: Key
 
@@ -230,7 +231,7 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 class _CheckedWorker:
     verdicts: deque[VerificationResult]
     checks_owed: int
-    """Number of the worker's next finished trajectories that are checked without a draw."""
+    """Number of the worker's next finished trajectories that are all checked, without a random selection."""
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)
@@ -244,7 +245,7 @@ class VerificationPolicy:
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
         """secret: random bytes that belong to the run and that workers do not know. After a restart with the same
-        secret, draws give the same results."""
+        secret, the random selection gives the same results."""
         self.num_unchecked = 0
         """Number of trajectories that were selected for a check, but could not be checked completely."""
         self._settings = settings
@@ -254,7 +255,7 @@ class VerificationPolicy:
         """Name of an open trajectory → ids of its authors."""
         self._quarantined: set[str] = set()
         self._held: dict[Key, tuple[Case, float]] = {}
-        """Held trajectory → (check, deadline in seconds)."""
+        """Trajectory that is held back → (check, deadline in seconds)."""
         self._remade: OrderedDict[Key, int] = OrderedDict()
         """Trajectory → number of times that it was generated again because it could not be checked."""
 
@@ -342,8 +343,8 @@ class VerificationPolicy:
         )
 
     def _is_held(self, case: Case) -> bool:
-        """Return whether the trajectory is still held back for this check. If not, the result of the check is ignored:
-        the trajectory has been released, or was generated again and has a new check."""
+        """Return whether the trajectory is still held back for this check. Otherwise the result of the check is
+        ignored: the trajectory has been released, or was generated again and has a new check."""
         held = self._held.get(case.key)
         return held is not None and held[0] is case
 
@@ -355,7 +356,7 @@ class VerificationPolicy:
 
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
         """Count a finished trajectory, and return whether to check it. turn: number of tokens before the trajectory's
-        last turn. Each turn has its own draw, because a worker may notice that a turn is held back."""
+        last turn. Each turn is selected independently, because a worker may notice that a turn was held back."""
         account = self._of(author.worker)
         self._owners.setdefault(name, {})[author.worker] = None
         # trajectories of filtered groups are never reported as consumed, so the oldest trajectories must be removed
@@ -402,7 +403,7 @@ class VerificationPolicy:
         return QuarantineWorker(record)
 
     def _taken(self, name: str) -> list[_CheckedWorker]:
-        """Stop tracking a trajectory that was trained on or discarded. Return the states of its authors."""
+        """Stop tracking a trajectory that was trained on or discarded. Return its authors' `_CheckedWorker` records."""
         accounts = [self._workers[owner] for owner in self._owners.pop(name, ()) if owner in self._workers]
         for account in accounts:
             account.open.pop(name, None)

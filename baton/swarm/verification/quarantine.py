@@ -3,7 +3,7 @@
     hub ──QuarantineRecord──▶ quarantine.jsonl ◀──LiftRecord── baton token unquarantine
           └────────── follow, at every tick ──────┘
 
-The file is append-only. A `LiftRecord` ends the earlier records of its workers.
+The file is append-only. A `LiftRecord` ends all earlier quarantines of the workers that it names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from baton.swarm.verification.policy import QuarantineRecord
 logger = logging.getLogger(__name__)
 
 MAX_QUARANTINED = 3
-"""If this number of workers with the same access token are quarantined, the token itself is quarantined. Otherwise a
-worker could discard its key and join again as a new worker any number of times."""
+"""If this number of workers with the same access token are quarantined, the token itself is quarantined. Without this
+limit, a quarantined worker could discard its key and join again as a new worker any number of times."""
 
 
 class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,8 +63,8 @@ class Quarantine:
         self._size += self._append(record)
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. name: id or label of a worker, or name of an access token
-        for all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this name."""
+        """End quarantines, and return the ids of the workers. name: id or label of a worker, or name of an access
+        token, for all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this name."""
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:

@@ -5,7 +5,7 @@
 
 The service keeps the latest versions, and scores each segment under the policy version that generated it. With
 `on_new_version = "keep"`, weights change while a trajectory runs and its KV cache is kept, so no single version
-determines the tokens. In that case only trusted workers are admitted, and no trajectory is scored.
+determines the tokens. With `keep`, only trusted workers are therefore admitted, and no trajectory is scored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_BATCH = 64
 
 
 class LogprobScorer(Protocol):
-    """Computes the logprobs and draws of reported tokens (claims) again, under one version at a time."""
+    """Recomputes the logprobs and draw gaps (`Rescored`) of reported tokens (claims), under one version at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""
@@ -49,10 +49,10 @@ class VerificationClient(Protocol):
     say: Callable[[str], None]
 
     def release(self, key: Key) -> None:
-        """Make a held trajectory available for training."""
+        """Make a trajectory that was held back available for training."""
 
     def remake(self, key: Key) -> None:
-        """Discard a held trajectory, so that it is generated again."""
+        """Discard a trajectory that was held back, so that it is generated again."""
 
     def quarantined(self, record: policy.QuarantineRecord) -> None:
         """Exclude a quarantined worker from the run."""
@@ -90,7 +90,7 @@ class VerificationService:
         verification_policy.restore(record.worker for record in quarantine.records)
 
     def attach(self, client: VerificationClient, call: Callable[[Callable[[], object]], object]) -> None:
-        """Set the client that executes commands, before other calls. call: runs an action in the hub's thread."""
+        """Set the client that executes commands; must be called first. call: runs an action in the hub's thread."""
         self._client, self._call = client, call
 
     # ---- from the controller and the publisher -----------------------------------------------------------------------
@@ -118,7 +118,7 @@ class VerificationService:
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
     def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[policy.Part]) -> bool:
-        """Handle a finished trajectory. Return whether it is held back for a check."""
+        """Handle a finished trajectory. Return whether the trajectory is held back for a check."""
         if not self._keep:
             return False
         key = key_of(lease)

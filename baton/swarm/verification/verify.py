@@ -30,12 +30,12 @@ from baton.rollout.rescoring import Rescored
 HEADROOM = 1.5
 """A calibrated bound of a tolerance is a quantile of the observed values multiplied by this number."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Let p be the probability that at least as many tokens of a correct trajectory exceed a tolerance. The result is
-SUSPECT if an upper bound on p is below the first number, and BAD below the second."""
+"""Let p be the probability that, for a correct worker, at least as many tokens exceed a tolerance as in the checked
+trajectory. The result is SUSPECT if an upper bound on p is below the first number, and BAD if below the second."""
 _MAX_FACTOR = 10.0
 """Maximum factor between a calibrated `Tolerance.logprob` or `.draw_gap` and the default for its dtype."""
 _FLOAT32_ROUNDING = 1e-6
-"""Lower bound on a calibrated `Tolerance.typical`: float32 rounding of two logprobs alone, in nats."""
+"""Lower bound on a calibrated `Tolerance.typical`, in nats: the float32 rounding error of two logprobs alone."""
 _TYPICAL_QUANTILE = 0.8
 """`Tolerance.typical` is this quantile of the logprob differences of correct workers, multiplied by `HEADROOM`."""
 
@@ -44,7 +44,7 @@ class WorkerClass(msgspec.Struct, frozen=True):
     """The properties of a worker that determine its rounding errors."""
 
     device: str
-    """Full name of the processor or GPU, such as its model number. Its kernels determine the order of sums."""
+    """Full name of the processor or GPU, such as its model number. The device's kernels determine the order of sums."""
     dtype: str
     """Dtype of weights and KV cache."""
     engine: str
@@ -53,7 +53,7 @@ class WorkerClass(msgspec.Struct, frozen=True):
     @property
     def noise(self) -> str | None:
         """Value of `WorkerJoined.kind`. Workers that generate the same tokens from the same noise have equal values.
-        None: the engine uses noise of its own."""
+        None if the engine uses its own noise."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:
@@ -65,13 +65,13 @@ class Tolerance:
     """Allowed differences between reported and rescored values. Logprobs and draw gaps are in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|, which at most the share `beyond` of correct tokens exceeds."""
+    """Bound on |behavior − rescored logprob|: at most the share `beyond` of a correct worker's tokens is above it."""
     draw_gap: float
     """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token. At most the
     share `beyond` of a correct worker's tokens exceeds the bound."""
     typical: float = math.inf
     """Second bound on |behavior − rescored logprob|. Less than the share `often` of a correct worker's tokens exceeds
-    it. It depends on the exact order of sums, so it is infinite (no test) until the class is calibrated."""
+    this bound. The bound depends on the exact order of sums, so it is infinite (no test) before the calibration."""
     beyond: float = 0.002
     """Share of a correct worker's tokens that may exceed `logprob`; the same share may exceed `draw_gap`."""
     often: float = 0.4
@@ -79,10 +79,11 @@ class Tolerance:
     wild: float = 5.0
     """If a token's deviation exceeds this multiple of `logprob` or `draw_gap`, rounding cannot explain it."""
     judges_draws: bool = True
-    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must always be the likeliest."""
+    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must always be the likeliest
+    tokens."""
     tail: float = 1e-9
-    """If the draw selects another token, the reported token must have at least this tail mass (`Rescored.tail_masses`).
-    A correct worker generates a token of smaller tail mass with at most this probability."""
+    """If the noise selects another token, the reported token must have at least this tail mass
+    (`Rescored.tail_masses`). A correct worker generates a token of smaller tail mass with at most this probability."""
 
 
 DEFAULTS = {
@@ -98,14 +99,14 @@ class CheckOutcome(StrEnum):
 
     HONEST = "honest"
     SUSPECT = "suspect"
-    """The result is unlikely, but possible, for a correct worker. More of the worker's trajectories are checked."""
+    """The result is unlikely, but possible, for a correct worker, so more of the worker's trajectories are checked."""
     BAD = "bad"
 
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 """The test that was decisive. `logprob`, `draw`: a value exceeds `Tolerance.logprob` or `Tolerance.draw_gap` too often
-or by too much. `unlikely`: a token of very low probability that the draw does not select. `typical`: too many logprobs
-differ slightly, as under slightly different weights. `report`: the report violates a rule of `checks.py`."""
+or by too much. `unlikely`: a token of very low probability that the keyed noise does not select. `typical`: too many
+logprobs differ slightly, as under slightly different weights. `report`: the report violates a rule of `checks.py`."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
@@ -153,7 +154,7 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Check several trajectories of a worker together, where smaller differences may be significant."""
+    """Check several trajectories of a worker together: with more tokens, smaller differences are significant."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -171,7 +172,8 @@ def violation(sentence: str) -> VerificationResult:
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return the larger of a token's mask gap and draw gap (0 if sampled with noise that only the worker knows)."""
+    """Return the larger of a token's mask gap and draw gap. A token that was sampled with noise that only the worker
+    knows has the draw gap 0."""
     of_draw = rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
     return max(of_draw, rescored.mask_gaps[i]) if rescored.mask_gaps else of_draw
 
@@ -254,7 +256,7 @@ class _Seen:
     differences: list[float] = field(default_factory=list)
     """Values of |behavior − rescored logprob|, in nats, for a uniform sample of the tokens."""
     gaps: list[float] = field(default_factory=list)
-    """Draw gaps of the same tokens, in nats."""
+    """Draw gaps, in nats, of the tokens of `differences`."""
     num_tokens: int = 0
     sum_mismatch: float = 0.0
     """Σ (e^r − 1 − r) over tokens, with r = rescored − behavior logprob. Divided by the number of tokens, it is an
@@ -265,7 +267,7 @@ class Calibration:
     """Estimates the tolerances of worker classes from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: observed tokens until a class is calibrated. sample: maximum number of values per class."""
+        """min_tokens: observed tokens before a class is calibrated. sample: maximum number of values per class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
@@ -295,13 +297,12 @@ class Calibration:
             seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return the tolerance of a class of workers. Until `min_tokens` tokens have been observed, this is the default
-        for the class's dtype. Afterwards its bounds are calibrated: `logprob` and `draw_gap` differ from the default at
-        most by the factor `_MAX_FACTOR`.
+        """Return the tolerance of a class of workers. Until `min_tokens` tokens of the class have been observed, the
+        default for the class's dtype is returned.
 
-        Both are `HEADROOM` times the (1 − `beyond`) quantile of the observed values, limited by this factor. A draw gap
-        is measured between two bounds that rounding may move in opposite directions, so `draw_gap` is at least twice
-        `logprob`.
+        Afterwards, `logprob` and `draw_gap` are `HEADROOM` times the (1 − `beyond`) quantile of the observed values,
+        and differ from the default at most by the factor `_MAX_FACTOR`. A draw gap is measured between two bounds that
+        rounding may move in opposite directions, so `draw_gap` is at least twice `logprob`.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
@@ -329,8 +330,8 @@ class Calibration:
         return seen.sum_mismatch / seen.num_tokens if seen is not None and seen.num_tokens else None
 
     def refusal(self, worker_class: WorkerClass) -> str | None:
-        """Return the reason why a class of workers is refused, or None if it is accepted. A class is refused if its
-        trusted workers, with the same weights, have a policy that differs too much from the trainer's."""
+        """Return the reason why a class of workers is refused, or None if it is accepted. A class is refused if, with
+        the same weights, the policy of its trusted workers differs too much from the trainer's policy."""
         mismatch = self.mismatch_kl(worker_class)
         if mismatch is None or self.num_tokens(worker_class) < self._min_tokens or mismatch <= self._max_mismatch_kl:
             return None
@@ -341,10 +342,11 @@ class Calibration:
 
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
-    """Return the reason why untrusted workers of a class are refused, or None if they are accepted. They are refused if
-    their engine's sampling cannot be checked.
+    """Return the reason why untrusted workers of a class are refused, or None if they are accepted. Untrusted workers
+    are refused if the sampling of their engine cannot be checked.
 
-    kind: the recipe's `engine.kind`. Workers with this engine are accepted even if its draws cannot be checked.
+    kind: the recipe's `engine.kind`. Workers with this engine are accepted even if the engine's sampling cannot be
+    checked.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
         return None

@@ -1,9 +1,9 @@
 """Drives a worker's engine: generates the tokens of its leases, and switches versions between two tokens.
 
 `EngineThread` runs the driver in a separate thread, so that the network loop never waits for the engine. The run's
-`on_new_version` determines what happens to running trajectories at a switch. With `resume`, they are aborted, prefilled
-under the new weights and continued under the same lease. With `keep`, they continue in flight. With `drain`, no
-trajectory runs.
+`on_new_version` determines what happens to running trajectories at a switch. With `resume`, the trajectories are
+aborted, prefilled under the new weights and continued under the same lease. With `keep`, the trajectories continue with
+their KV cache. With `drain`, no trajectory runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EngineDriver:
             self._submit(lease)
 
     def abort(self, lease_id: int) -> None:
-        """Abort a lease. The next `step` reports its last tokens."""
+        """Abort a lease. The next `step` reports the lease's last tokens."""
         if lease_id in self._leases:
             self._aborting.add(lease_id)
             self._engine.abort(lease_id)
@@ -76,8 +76,8 @@ class EngineDriver:
         self._engine.close()
 
     def use_device(self, is_awake: bool | None) -> int:
-        """Discard all leases and let the engine sleep, let it wake up, or keep its state (None). Return the bytes of
-        device memory that it holds then."""
+        """False: discard all leases and let the engine sleep; True: let the engine wake up; None: change nothing.
+        Return the bytes of device memory that the engine then uses."""
         engine = self._engine
         assert isinstance(engine, Resident), f"{type(engine).__name__} cannot sleep"
         if is_awake is not None and not is_awake:
@@ -112,7 +112,7 @@ class EngineDriver:
         self._engine.submit(lease)
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Return reports of aborted leases. carried: leases that this worker resumes, not reported as aborted."""
+        """Return reports of aborted leases. carried: leases that this worker resumes, so not reported as aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:
@@ -148,7 +148,7 @@ class EngineThread:
         on_fault: Callable[[Exception], None],
         report_every_s: float,
     ) -> None:
-        """Both callbacks run in the engine's thread."""
+        """`on_reports` and `on_fault` are called in the engine's thread."""
         self.driver: EngineDriver | None = None
         """The driver; None until an action has created it. Only actions use it."""
         self.report_every_s = report_every_s

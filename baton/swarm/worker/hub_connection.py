@@ -55,8 +55,8 @@ class HubConnection:
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await self._socket.send_bytes(encode(message))
             if isinstance(message, Fault):
-                # the hub closes the connection when it has read the Fault. Closing it here would reset it if messages
-                # of the hub are unread, and a reset can discard the Fault
+                # The hub closes the connection when it has read the Fault. If this side closed the connection while
+                # messages of the hub are unread, the connection would be reset, which can discard the Fault.
                 await asyncio.sleep(FAULT_DEADLINE_S)
                 raise ConnectionLost(message.text)
 

@@ -36,11 +36,11 @@ class ConnectionLost(Exception):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Build the engine that the hub describes, unless it exists. Then call `ready`."""
+    """Build the engine that the hub describes, unless the engine exists already. Then call `ready`."""
 
     welcome: messages.Welcome
     is_new_hub: bool
-    """Whether the engine must discard all its leases first: leases of another incarnation may have the same ids."""
+    """Whether the engine must first discard all leases: leases of another hub incarnation may have the same ids."""
 
 
 Command = (
@@ -89,7 +89,7 @@ class Outbox:
 
 def _is_within(report: Report, length: int) -> bool:
     """Return whether all tokens of a report are among the first `length` tokens of its lease. Return False for the last
-    report of a lease, because a length does not confirm the end of the lease."""
+    report of a lease, because a confirmed length does not confirm the end of the lease."""
     if report.finish_reason is not None or report.is_aborted:
         return False
     return report.token_offset + sum(len(segment.token_ids) for segment in report.segments) <= length
@@ -132,8 +132,8 @@ class WorkerSession:
         return self.welcome.heartbeat_s * messages.SILENT_HEARTBEATS
 
     def lost(self, now_s: float) -> float:
-        """End the connection, or an attempt to connect. Return the seconds until the next attempt. Raises
-        DeadlineExceeded if no hub has served the worker for too long."""
+        """Handle the loss of the connection, or a failed attempt to connect. Return the seconds until the next attempt
+        to connect. Raises DeadlineExceeded if no hub has served the worker for too long."""
         if self.is_ready:
             self._failures, self.served_s = 0, now_s
         self.is_ready = self.is_welcomed = False

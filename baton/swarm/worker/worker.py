@@ -8,8 +8,8 @@
 | fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline           |
 | engine thread | leases, versions     | reports                | an action, when idle | any task with an action |
 
-The end of a connection ends the first three tasks; the engine continues. `WorkerSession` decides; this module executes
-its commands.
+The end of a connection ends the first three tasks; the engine continues. `WorkerSession` makes the decisions, and this
+module executes its commands.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
 GOODBYE_S = 10.0
-"""Maximum seconds for a leaving worker to report its tokens, and again for its engine to close."""
+"""Maximum seconds for a leaving worker to report its tokens; its engine then has the same time to close."""
 
 MakeEngine = Callable[[messages.Welcome, Path, Mapping[str, Any] | None], Engine]
-"""Function (welcome, directory of configuration and tokenizer, base tensors of an adapter) → engine."""
+"""Function (welcome, directory of configuration and tokenizer, tensors of an adapter's base model) → engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,9 @@ class SwarmWorker:
         self._is_awake.set()
 
     async def run(self) -> None:
-        """Generate for the hub until `leave` is called, the run is complete or the hub refuses this worker (UserError).
-        Raises EngineFault if the engine has failed, and DeadlineExceeded if no hub is reachable for too long."""
+        """Generate trajectories for the hub until `leave` is called, the run is complete or the hub refuses this worker
+        (UserError). Raises EngineFault if the engine fails, and DeadlineExceeded if no hub is reachable for too
+        long."""
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
         # a connection from before an outage may be dead, so a connection is kept only between the chunks of one
@@ -137,9 +138,10 @@ class SwarmWorker:
         self._is_leaving.set()
 
     async def use_device(self, is_awake: bool | None) -> int:
-        """Free the engine's device memory, allocate it again, or keep it (None). Return the bytes that the engine holds
-        then. A worker that has slept serves no version before the next announcement. Called in the event loop, by the
-        run that has started this worker. The engine must have no valid leases. Raises EngineFault."""
+        """False: free the engine's device memory; True: allocate the memory again; None: change nothing. Return the
+        bytes of device memory that the engine then uses. A worker that has slept serves no version before the next
+        announcement. Called in the event loop, at the request of the run that has started this worker. The engine must
+        have no valid leases. Raises EngineFault."""
         if is_awake is not None:
             (self._is_awake.set if is_awake else self._is_awake.clear)()
             self._on_weights(vs.SleepChanged(self._loop.time(), not is_awake))
@@ -197,7 +199,7 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """If an error has ended the engine, raise it, because a new connection could not succeed."""
+        """If an error has ended the engine, raise this error, because a new connection could not succeed."""
         if self._fault is not None:
             raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -307,7 +309,7 @@ class SwarmWorker:
         self._options.say(f"ready: {welcome.run}")
 
     async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
-        """Run an action in the engine's thread. Wait until it is done or the engine has failed."""
+        """Run an action in the engine's thread, and wait until the action is done or the engine has failed."""
         done = asyncio.Event()
 
         def act() -> None:
