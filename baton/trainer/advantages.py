@@ -1,9 +1,9 @@
-"""Advantage estimators, per episode or per token, as pure functions of numbers. This module does not import torch.
+"""Advantage estimators, per episode or per token: pure functions that do not need torch.
 
 To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator receives
 all outcomes of a batch. Outcomes with equal `group_id` form a group, wherever they are in the batch. Shapes: P is the
-number of tokens of an episode that the policy wrote, over all paths of the episode in order. T is the number of turns
-of the episode. Tokens that the environment wrote are not actions, and get no advantage.
+number of tokens that the policy wrote in all paths of an episode. T is the number of turns of the episode. Tokens that
+the environment wrote are not actions, and get no advantage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of an episode, for rewards by turn."""
+    """The turns of an episode, with a reward for each turn."""
 
     num_tokens: tuple[int, ...]
     """[T] Number of policy tokens of each turn, at least 1. Their sum is P."""
@@ -56,8 +56,8 @@ class Outcome:
     name: str
     """Name `group/sample` of the episode, for messages."""
     reward: float
-    """Reward of the whole episode, given at the last policy token. If `turns` is set, only the part of the reward that
-    belongs to no turn."""
+    """Reward of the whole episode, given at the last policy token. If `turns` is set, `reward` does not include the
+    rewards of the turns."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def discounts(self) -> FloatArray:
-        """[P] For each token, the factor of all later rewards: `turns.discount` at a turn's last token, otherwise 1."""
+        """[P] Discount factor from each token to the next: `turns.discount` at a turn's last token, otherwise 1."""
         found = np.ones(self.num_tokens)
         if self.turns is not None:
             found[self.turns.ends] = self.turns.discount
@@ -86,8 +86,8 @@ class Outcome:
 
     @property
     def totals(self) -> FloatArray:
-        """[T] Discounted sum of the rewards from the start of each turn to the end of the episode. Without `turns`, the
-        shape is [1]: the sum of all rewards."""
+        """[T] Discounted sum of the rewards from the start of each turn to the end of the episode. Without `turns`:
+        [1], the sum of all rewards."""
         if self.turns is not None:
             found: FloatArray = _discounted(self.rewards, self.discounts)[self.turns.starts]
             return found
@@ -109,9 +109,9 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero. With `algorithm.turn_rewards`, the R_i are the returns of all turns of
-    all episodes in the group, here and in `group_mean`: rewards are summed, and then the sums are normalised. GRPO's
-    process supervision (section 4.1.3) instead normalises rewards, and then sums them.
+    If all rewards of a group are equal, all advantages are exactly 0. With `algorithm.turn_rewards`, the R_i are the
+    returns of all turns of all episodes in the group, also in `group_mean`. Rewards are thus summed before they are
+    normalised, whereas GRPO's process supervision (section 4.1.3) normalises rewards before it sums them.
     """
     return _within_groups(outcomes, _standardised)
 
@@ -129,7 +129,7 @@ def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Fl
 
 
 def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """REINFORCE++ before the normalisation of advantages: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
+    """REINFORCE++ without its normalisation of advantages: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
     return [_discounted(outcome.rewards, shape.gamma * outcome.discounts) for outcome in outcomes]
 
 
@@ -150,7 +150,8 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
     """Normalise advantages to mean 0 and standard deviation 1 over all N tokens of the batch (REINFORCE++, PPO). The
-    variance is divided by N; `group_std` divides by N − 1. If all advantages are equal, the results are exactly 0."""
+    variance has the divisor N, whereas `group_std` uses the number of values − 1. If all advantages are equal, the
+    results are exactly 0."""
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
         return [np.zeros_like(values) for values in advantages]
@@ -172,8 +173,8 @@ def _within_groups(
     outcomes: Sequence[Outcome], compare: Callable[[FloatArray, IntArray], FloatArray]
 ) -> list[FloatArray]:
     """Compute the advantage of each turn's return within its group, and assign it to all tokens of the turn. An episode
-    without turns counts as one turn. `compare` gets the returns of all members of a group, and the index of the member
-    for each return. Its result has one advantage for each return."""
+    without turns counts as one turn. `compare` gets the returns of a group and, for each return, the index of the
+    episode in the group; it returns one advantage for each return."""
     places: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
         places.setdefault(outcome.group_id, []).append(place)
@@ -203,14 +204,14 @@ def _standardised(values: FloatArray, members: IntArray) -> FloatArray:
 
 def _against_others(values: FloatArray, members: IntArray) -> FloatArray:
     centred = _centred(values, members)
-    # With centred returns c = R − mean, which sum to 0: R − mean of the others = c + (sum of the member's own c) /
-    # (number of the others).
+    # The centred returns c = R − mean R of a group sum to 0. R − (mean R of the other episodes) is therefore c + (sum
+    # of c over the own episode) / (number of returns of the other episodes).
     own, sizes = np.bincount(members, centred), np.bincount(members)
     return centred + (own / (len(values) - sizes))[members]
 
 
 def _discounted(values: FloatArray, factors: FloatArray) -> FloatArray:
-    """Return the recursion result_t = values_t + factors_t × result_{t+1}, with 0 after the last t."""
+    """Return result_t = values_t + factors_t × result_{t+1}, where the result after the last t is 0."""
     found: FloatArray = np.empty(len(values))
     running = 0.0
     for place in range(len(values) - 1, -1, -1):

@@ -25,10 +25,12 @@ GROUP_RELATIVE = frozenset({"group_std", "group_mean", "leave_one_out"})
 
 
 class AlgorithmSettings(Settings):
-    """[algorithm] The optimisation objective. `algorithm = "dapo"` at the top of a recipe sets only `name`."""
+    """[algorithm] The optimisation objective. At the top of a recipe, `algorithm = "dapo"` is short for this section
+    with only `name = "dapo"`."""
 
     name: str = "grpo"
-    """Preset, which sets the keys below that the recipe does not set. `baton algorithms` lists the presets."""
+    """Name of the preset, which supplies values for the keys below that the recipe does not set. `baton algorithms`
+    lists the presets."""
     objective: ObjectiveName = "clipped"
     """Surrogate objective: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo` or `policy_gradient` (no clip)."""
     advantage: AdvantageName = "group_std"
@@ -47,7 +49,8 @@ class AlgorithmSettings(Settings):
     clip_high: float = Field(default=0.2, gt=0)
     """Upper clip: the ratio is at most 1 + clip_high. A value above clip_low (0.28 in DAPO) favours rare tokens."""
     num_minibatches: int = Field(default=1, gt=0)
-    """Number of minibatches in a batch. Each consists of whole groups, in order, and gets one optimiser update."""
+    """Number of minibatches in a batch. A minibatch consists of whole groups, in the order of the batch, and gets one
+    optimiser update."""
     num_epochs: int = Field(default=1, gt=0)
     """Number of passes of a train step over its batch."""
     correction: CorrectionName = "token_tis"
@@ -56,7 +59,7 @@ class AlgorithmSettings(Settings):
     """Maximum importance weight. Larger weights are truncated to this value; with `icepop`, tokens of larger weight are
     dropped instead. The default with `icepop` is 5, as in the IcePop paper."""
     weight_floor: float = Field(default=0.5, ge=0, le=1)
-    """Minimum importance weight: `icepop` drops tokens of smaller weight; 0 disables the lower bound (AReaL)."""
+    """Minimum importance weight: `icepop` drops tokens of smaller weight; 0 disables this bound, as in AReaL."""
     opsm_delta: float = Field(default=1e-4, ge=0)
     """Threshold of `opsm` in nats per token: an episode of negative advantage is dropped when the mean of log
     π_behavior − log π_θ over its tokens exceeds the threshold. The default suits an engine that computes in float32; an
@@ -92,14 +95,13 @@ class AlgorithmSettings(Settings):
     """Value clip: a token gets no value gradient if its value has moved towards its return by more than this number
     since the start of the train step. `inf` disables the clip."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)
-    """DAPO's penalty for long responses: the reward decreases linearly, by `overlong_penalty` in total, while the
-    length grows through the last part of rollout.max_new_tokens. This key is the fraction of rollout.max_new_tokens in
-    this last part. 0 disables the penalty."""
+    """DAPO's penalty for long responses: the reward decreases linearly, by `overlong_penalty` in total, over this last
+    fraction of rollout.max_new_tokens. 0 disables the penalty."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Amount by which the reward of a response of maximum length is reduced."""
     overlong_filter: bool = False
-    """Exclude trajectories that reached the maximum length from the gradient. Their rewards still count in the
-    statistics of their group (mean and standard deviation)."""
+    """Exclude from the gradient all trajectories that reached the maximum length. Excluded trajectories still count in
+    their group's statistics (mean and standard deviation of rewards)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -186,7 +188,7 @@ class AlgorithmSettings(Settings):
         return {key: value for key, value in self if value != getattr(preset, key)}
 
     def notes(self, rollout: Mapping[str, Any]) -> list[str]:
-        """Return notes for the user on these settings, one sentence each. `rollout`: the keys of [rollout]."""
+        """Return notes on these settings for the user. `rollout`: the keys of [rollout]."""
         found = []
         changed = self.overrides
         for key, value in PRESETS[self.name].rollout.items():
@@ -225,7 +227,7 @@ class AlgorithmSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """An algorithm of the literature as values of `AlgorithmSettings`."""
+    """An algorithm from a paper, as values of `AlgorithmSettings`."""
 
     paper: str
     """arXiv id."""
@@ -239,7 +241,7 @@ class Preset:
 
 
 CORRECTION_SETS: Mapping[str, Mapping[str, Any]] = {"icepop": {"weight_floor": 0.5, "weight_cap": 5.0}}
-"""Value of `algorithm.correction` → keys of [algorithm] that the paper of this correction sets, with their values."""
+"""Value of `algorithm.correction` → values that the paper of this correction gives for other keys of [algorithm]."""
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and that Hugging Face's `from_pretrained` can load.
+"""Checkpoints, which are written atomically, and which Hugging Face's `from_pretrained` can load.
 
     checkpoints/step_000050/
         config.json  generation_config.json  model.safetensors     float32, for AutoModelForCausalLM.from_pretrained
@@ -56,7 +56,7 @@ _SHARDS = "optimizer"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `baton/state.json`: the state for a resume, without tensors, and the software that wrote it."""
+    """Content of `baton/state.json`: the state from which a run resumes, except tensors, and software versions."""
 
     format: int = _FORMAT
     version: PolicyVersion
@@ -64,7 +64,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     num_updates: int
     """Number of optimiser updates since the start of the run."""
     libraries: dict[str, str]
-    """Name of a library that affects the bits of the result → its version."""
+    """Name of a library that may affect the last bits of results → its version."""
     num_threads: int
     """Number of torch threads. A resume with another number of threads or ranks may change the last bits of results."""
     num_ranks: int = 1
@@ -73,8 +73,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is_first: bool) -> str:
     """Write a model, or only its adapter if it has one, in float32.
 
-    Return the digest of the tensors as published in float32. Collective: the ranks gather one tensor after another, and
-    the first rank writes each tensor. Other ranks return "". Raises OSError.
+    Return the digest that the tensors have when they are published in float32. Collective: the ranks gather one tensor
+    after another, and the first rank writes each tensor. Other ranks return "". Raises OSError.
     """
     tensors = trained_tensors(model)
     layout = None if has_adapters(model) else file_layout(model)
@@ -95,7 +95,7 @@ def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is
 
 
 def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Gather, *, is_first: bool) -> None:
-    """Write a critic's tensors. Raises OSError. Collective: all ranks must call it."""
+    """Write a critic's tensors. Raises OSError. Collective: all ranks must call this function."""
     if not is_first:
         write_gathered(critic, None, gather)
         return
@@ -118,7 +118,7 @@ def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: 
 
 
 def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:
-    """Write a Hugging Face tokenizer, then the state, whose file marks a complete checkpoint."""
+    """Write a Hugging Face tokenizer, and then `baton/state.json`, which marks the checkpoint as complete."""
     with writing(directory):
         tokenizer.save_pretrained(directory)
     path = _made(directory / "baton" / "state.json")
@@ -148,8 +148,8 @@ def read_state(path: Path) -> CheckpointState:
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the optimiser's tensors, which any number of ranks may have written.
 
-    Each tensor is sharded like its parameter. A tensor that matches no parameter is not read; in the result, a tensor
-    on the meta device stands for it. Raises UserError if the files are missing or damaged.
+    Each tensor is sharded like its parameter. A tensor that matches no parameter is not read, and is returned as a meta
+    tensor. Raises UserError if the files are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
@@ -178,7 +178,8 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest of a checkpoint's weights as published in float32. `saved`: result of `read_weights`."""
+    """Return the digest that a checkpoint's weights have when they are published in float32. `saved`: result of
+    `read_weights`."""
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))

@@ -1,13 +1,14 @@
-"""Off-policy corrections: behavior → proximal, separate from the objective's proximal → current.
+"""Off-policy corrections for the difference between behavior and proximal policy. The objective's clip handles the
+difference between proximal and current policy.
 
 The objective's ratio is π_θ / π_anchor. A correction chooses the anchor policy and computes a weight for each token.
 The weight has no gradient and multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv
-2110.00641), the clip bounds the change within this train step. The weight then corrects the difference between behavior
-and proximal policy, which results from older policy versions and the engine's rounding. x_t = log π_proximal − log
-π_behavior is the log weight of a trained token t.
+2110.00641), the clip bounds the change of the policy within a train step. With this anchor, the weight corrects the
+difference between behavior and proximal policy, which results from older policy versions and the engine's rounding. x_t
+= log π_proximal − log π_behavior is the log weight of a trained token t.
 
-A token of weight 0 still counts in the divisor of the loss (`losses.py`). A token that is not trained does not count.
-To add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
+Tokens of weight 0 count in the divisor of the loss (`losses.py`), whereas tokens that are not trained do not count. To
+add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ def sequence_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def icepop(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Masked importance sampling (IcePop of Ring, arXiv 2510.18855): drops tokens of weight outside [floor, cap]."""
+    """Masked importance sampling (IcePop, arXiv 2510.18855): drops tokens whose weight is outside [floor, cap]."""
     found = weights(inputs)
     is_dropped = (found < shape.floor) | (found > shape.cap)
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, found), is_dropped)
 
 
 def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad episodes that have become unlikely.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
 
     An episode gets weight 0 if, over its trained tokens, the sum of its advantages is negative and the mean of log
     π_behavior − log π_θ exceeds delta.
@@ -87,16 +88,16 @@ def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """M2PO's mask (arXiv 2510.01161): weight exp x_t, or 0 at the tokens of largest x_t², so that the mean x_t² of the
-    other tokens is at most `algorithm.second_moment_limit`."""
+    """M2PO's mask (arXiv 2510.01161): the weight is exp x_t. The tokens of largest x_t² get weight 0 instead, until the
+    mean x_t² of the other tokens is at most `algorithm.second_moment_limit`."""
     is_dropped = _behavior_to_proximal(inputs).square() > shape.cutoff
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, weights(inputs)), is_dropped)
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if no x²
-    satisfies this, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in
-    any number of pieces."""
+    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if every x²
+    exceeds `limit`, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in
+    any number of tensors."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
@@ -112,8 +113,8 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return the parameters of the algorithm's correction for a whole minibatch. Only `second_moment` uses the other
-    two arguments. `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector
+    """Return the parameters of the algorithm's correction for a whole minibatch. Only `second_moment` uses `at_start`
+    and `all_of`. `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector
     from every rank."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
@@ -130,8 +131,7 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
     """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Number of current tokens: tokens that the engine sampled under the trainer's current version, so with weights
-    equal to the trainer's."""
+    """Number of current tokens: tokens that the engine sampled with the trainer's current version."""
     mismatch: Scalar
     """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
     abs_diff: Scalar
@@ -142,11 +142,11 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
 
 @torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens of the trainer's own version."""
+    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens of the current version."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     raw = torch.where(inputs.mask, weights(inputs), 0.0)
-    # For KL(behavior ‖ proximal), x in k3 is log π_behavior − log π_proximal, so the sign is reversed.
+    # For KL(behavior ‖ proximal), `k3` needs x = log π_behavior − log π_proximal, which is −`diff`.
     sums = raw.sum(), raw.square().sum(), is_current.sum(), k3(-diff).sum(), diff.abs().sum()
     return BehaviorDistance(*sums, diff.abs().max())
 

@@ -52,7 +52,7 @@ class Critic(torch.nn.Module):
         return found
 
     def of_packed(self, tokens: PackedTokens) -> torch.Tensor:
-        """Return a separate critic's values before the tokens to score in concatenated rows: [N] float32."""
+        """Return a separate critic's values, [N] float32, before the tokens to score, for concatenated rows."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(packed_hidden_states(self.trunk, tokens)[tokens.before])
         return found
@@ -63,8 +63,8 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of clipped squared errors, and a mask [B, K] of the tokens whose gradient the clip removed.
 
-    Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as in PPO's original code (arXiv 2005.12729, table 1): a
-    value that has moved towards its return by more than `clip` gets no gradient.
+    The sum is Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as in PPO's original code (arXiv 2005.12729,
+    table 1): a value that has moved towards its return by more than `clip` gets no gradient.
     """
     held = old_values + (values - old_values).clamp(-clip, clip)
     free_error, held_error = (values - returns).square(), (held - returns).square()
@@ -80,7 +80,7 @@ class ValueSums(NamedTuple, Generic[Scalar]):
     clipped: Scalar
     """Number of tokens whose gradient the clip removed."""
     error: Scalar
-    """Squared errors of the values at the start of the train step."""
+    """Sum of the squared errors of the values that the critic had at the start of the train step."""
     total: Scalar
     """Sum of the returns."""
     square: Scalar

@@ -77,7 +77,7 @@ def _load_reference(
     device: torch.device,
     parallel: SingleRank | None,
 ) -> PreTrainedModel:
-    """Load the frozen reference model. Raises UserError when its vocabulary size differs from that of the policy."""
+    """Load the frozen reference model. Raises UserError if reference and policy have different vocabulary sizes."""
     try:
         model = _load(setup, path or setup.model_path, torch_dtype(settings.dtype, device), device, parallel)
     except UserError as error:

@@ -1,8 +1,8 @@
 """The forward passes of a train step.
 
 Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `first`, the number of
-positions from the first possible response token on; T tokens of all rows without padding; N tokens of all rows that the
-policy wrote.
+positions from the first possible response token on; T tokens in all rows, without padding; N tokens that the policy
+wrote, in all rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelInputs:
     """For each row, the experts that the engine reported for each response token. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
     """For each distinct prompt, the number of consecutive rows that start with it; the pass computes the prompt once.
-    Empty if each row computes its own prompt."""
+    Empty if no rows share their prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
     kept: tuple[bytes, ...] = ()
@@ -61,10 +61,10 @@ class ModelInputs:
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return three things: the experts that the engine reported for each response token, the position in the
-        flattened pass at which these experts were chosen, and the number of positions of the pass. The logits of a
-        token are computed at the position of the preceding token, so the reported experts were chosen there. A padded
-        pass has no position for the last column of `input_ids`."""
+        """Return the experts that the engine reported for each response token, the flattened position at which the
+        forward pass computes these experts, and the number of positions of the pass. This position is that of the
+        preceding token, where the token's logits are computed. A padded pass does not compute the last column of
+        `input_ids`."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0
@@ -77,10 +77,10 @@ class ModelInputs:
     def sampling_masks(self, vocabulary: int) -> torch.Tensor | None:
         """Return the sampling masks of the tokens to score, or None if the engine reported none.
 
-        A mask lists the kept ids, padded with −1. The shape is int32 [B, K, ids], or [N, ids] in a packed pass. In a
-        padded pass, tokens that the policy did not write have only −1.
+        A mask lists the token ids that sampling kept, padded with −1. The shape is int32 [B, K, ids], or [N, ids] in a
+        packed pass. In a padded pass, the masks of tokens that the policy did not write contain only −1.
 
-        Raises EngineFault if not all tokens of the policy have a mask.
+        Raises EngineFault if some tokens of the policy have a mask and others have none.
         """
         if not self.kept:
             return None
@@ -95,12 +95,12 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class FixedValues:
-    """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]. On pipeline stages before
-    the last one, all logprobs and values are None."""
+    """The values of a microbatch that stay fixed during the updates of a train step. Shapes: [B, K]. On pipeline stages
+    before the last one, all logprobs and values are None."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the train step does not need them before its first update. A step with one update then uses the logprobs
-    that this update computes; with the correction `bypass`, the loss uses the behavior logprobs instead."""
+    """None if no proximal logprobs are needed before the first update. A train step with one update then uses the
+    logprobs that this update computes; with the correction `bypass`, the loss uses the behavior logprobs instead."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
@@ -158,7 +158,7 @@ class Passes:
         *,
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
-        """Run this stage's forward pass. The last stage returns the scores [B, K] of a microbatch's tokens, other
+        """Run this stage's forward pass. The last stage returns the scores [B, K] of a microbatch's tokens; the other
         stages return hidden states. With `is_update`, the scores include entropies. With a shared critic, the policy's
         scores include hidden states. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
@@ -203,7 +203,7 @@ class Passes:
 
     @torch.no_grad()
     def fixed_values(self, inputs: ModelInputs) -> FixedValues:
-        """Run a microbatch's passes before the first update of the train step."""
+        """Run the forward passes of a microbatch that precede the first update of the train step."""
         algorithm = self.algorithm
         reference = None
         if self.reference is not None:
@@ -236,7 +236,7 @@ class Passes:
 
 
 def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:
-    """Scatter the scores of the policy's tokens from [N] to [B, K]. The hidden states stay [N, H]."""
+    """Scatter the scores of the policy's tokens from [N] to [B, K]. Hidden states keep the shape [N, H]."""
     entropy = None if scores.entropy is None else _laid(inputs, scores.entropy)
     return TokenScores(_laid(inputs, scores.logprobs), entropy, scores.hidden)
 

@@ -1,4 +1,4 @@
-"""The trainer of one device, or of one rank of several."""
+"""The trainer on a single device, or on one rank among several."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTrainer(Trainer):
-    """Updates a model, or adapters on it, on one device.
+    """Trains a model, or adapters of a model, on one device.
 
     The trained parameters are float32 master weights. `trainer.dtype` sets the dtype of autocast, of the parameters
     that ranks gather, and (in `factory.py`) of the frozen weights of a model with adapters. The model stays in eval
     mode, because dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation
-    of adapters is random. Equal batches therefore give equal bits if torch's kernels are deterministic.
+    of adapters is random. Equal batches therefore give bit-identical weights if torch's kernels are deterministic.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class LocalTrainer(Trainer):
         """Take ownership of `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
         `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
-        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age in
-        versions of a token that gets a gradient; None means no limit. `reference`: reference model, which a KL term
+        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age, in
+        versions, of a token that gets a gradient; None means no limit. `reference`: reference model, which a KL term
         requires; with `lora`, the default is the model without adapters. `parallel`: the group of ranks; each rank
         constructs a trainer from the same models.
         """
@@ -132,9 +132,9 @@ class LocalTrainer(Trainer):
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        # Find the head now, because its check runs a forward pass that must not be recorded or replayed as routing. If
-        # all parameters are float32, the check runs without autocast. It runs with autocast if the model has adapters,
-        # whose base weights may be bfloat16, or if ranks gather parameters in the compute dtype.
+        # `find_head` runs a forward pass, which routing replay must not record, so the call precedes its setup. The
+        # forward pass uses autocast only if parameters may be bfloat16: if the model has adapters, or if ranks gather
+        # parameters in the compute dtype.
         has_rounded = lora is not None or not self._parallel.is_alone
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):
@@ -155,7 +155,7 @@ class LocalTrainer(Trainer):
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
         """Number of updates that a diverged train step applied before it failed. If above 0, the weights belong to no
-        version, and only `restore` may follow."""
+        version, and the next call must be `restore`."""
         self._peak_tokens = 0
         """Tokens, including padding, of the largest microbatch so far."""
         self._alarms = Alarms(algorithm, settings)
@@ -185,7 +185,7 @@ class LocalTrainer(Trainer):
         return {**peak_memory(), "perf/trainer_peak_tokens": float(self._peak_tokens)}
 
     def sleep(self) -> None:
-        """Move all tensors to the host (`offload.py`). `publish`, `save` and `restore` still work."""
+        """Move all tensors to the host (`offload.py`). `publish`, `save` and `restore` also work during sleep."""
         self._offload.sleep()
 
     def wake_up(self) -> None:
@@ -196,13 +196,13 @@ class LocalTrainer(Trainer):
         """Run one train step and return its metrics by name. Pipeline stages before the last return no metrics.
 
         A metric per token is a mean over the trained tokens whose logprobs the updates computed; without such tokens,
-        the metric is absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on the tokens
-        that the trainer's own version sampled, if the batch has such tokens.
+        the metric is absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens that
+        the trainer's current version sampled, if the batch has such tokens.
 
         If the loss or gradient of an update is not finite, or the mismatch of engine and trainer exceeds its error
-        limit, raises TrainingDiverged and does not apply this update. If the step has applied an earlier update, the
-        trainer can then only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm,
-        and EngineFault for a logprob that is not finite.
+        limit, raises TrainingDiverged and does not apply this update. If the step failed after its first update, the
+        next call must be `restore`. Raises UserError for a group that is too small for the algorithm, and EngineFault
+        for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
         self._check_not_diverged()
@@ -243,8 +243,8 @@ class LocalTrainer(Trainer):
         self._version = PolicyVersion(start.lineage, batch.step)
         if not self._parallel.pipeline.is_last:
             return {}
-        # Computed after the updates: with rewards that are not finite, these statistics would fail before
-        # TrainingDiverged is raised.
+        # Computed after the updates, because non-finite rewards would make these statistics fail before the updates
+        # raise TrainingDiverged.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
@@ -347,16 +347,15 @@ class LocalTrainer(Trainer):
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest, on every rank, to the digest that the first rank computed. Only the first rank
-        gathers all weights."""
+        """Set the version's digest on every rank to that of the first rank, which alone gathers all weights."""
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint. Raises UserError, before anything changes, if the checkpoint does not fit this trainer.
-        The number and the digest of the version come from the checkpoint. The lineage does not change, because a
-        resumed run has a new lineage."""
+        The version gets the number and the digest of the checkpoint, but not its lineage, because a resumed run has a
+        new lineage."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})

@@ -12,9 +12,9 @@ and the update changes the current policy. From behavior and proximal logprobs, 
 an `Anchor`: the denominator of the ratio, and a weight per token.
 
 Normalisation: an objective gets one microbatch of a minibatch, so it cannot compute a mean over the minibatch. The
-caller computes a `divisor` over the minibatch of all ranks, by which the sums of the objective are divided. The losses
-of the microbatches then sum to the minibatch's loss. The aggregation determines whether a fully masked episode counts
-in the divisor:
+caller computes a `divisor` from the whole minibatch on all ranks, and the objective divides its sums by this number.
+The losses of the microbatches then sum to the minibatch's loss. The aggregation determines whether a fully masked
+episode counts in the divisor:
 
 | aggregation       | divisor                       | a fully masked episode                                  |
 |-------------------|-------------------------------|---------------------------------------------------------|
@@ -119,10 +119,10 @@ Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
 
 def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """PPO's clip (arXiv 1707.06347, equation 7), also in GRPO (2402.03300, equation 3) and DAPO (2503.14476, 8).
+    """PPO's clip (arXiv 1707.06347, eq. 7), also in GRPO (2402.03300, eq. 3) and DAPO (2503.14476, eq. 8).
 
     J = Σ_i Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t) with r_t = π_θ / π_anchor, aggregated. With
-    the proximal policy as anchor and the weights π_proximal / π_behavior this is decoupled PPO (2110.00641).
+    the proximal policy as anchor and the weights π_proximal / π_behavior, this objective is decoupled PPO (2110.00641).
     """
     ratio = to_anchor(inputs, anchor).exp()
     return _least(ratio, inputs, anchor, shape)
@@ -131,8 +131,8 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per episode and a gradient per token.
 
-    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). Each s_it has the value s_i, but
-    only π_θ(t) has a gradient: an unclipped token t gets w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO
+    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). Each s_it has the value s_i, but only
+    π_θ(t) has a gradient: an unclipped token t gets w_t s_i A ∇ log π_θ(t). With equal weights, GSPO-token equals GSPO
     (equation 5). The mean is over trained tokens of weight above 0, so tokens that a correction drops do not affect the
     ratio.
     """

@@ -63,12 +63,12 @@ def trainer_phases(
     most_tokens: float = float("inf"),
     keeps_version: bool = False,
 ) -> tuple[Phase, ...]:
-    """Return the phases of one rank of a trainer, in pipeline stage `stage`.
+    """Return the memory phases of a train step on one rank of pipeline stage `stage`.
 
     `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
-    maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that the engine
-    sampled. `most_tokens`: number of tokens of the largest microbatch; the default is the largest number that the
+    maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens that the engine sampled for a
+    batch. `most_tokens`: number of tokens of the largest microbatch; the default is the largest number that the
     settings allow. `keeps_version`: whether a trainer of a single process keeps the last published version in memory
     during a train step.
     """

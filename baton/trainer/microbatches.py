@@ -31,7 +31,7 @@ PASS_TOKENS = 64
 
 ROW_TOKENS = 4
 """Fixed cost of a row in a pass over shared prompts, given as the number of tokens that cost as much: each row has
-kernel calls of its own. Measured with the model of 0.83 M parameters; larger models have a smaller value."""
+kernel calls of its own. Measured with a model of 0.83 M parameters; larger models have a smaller value."""
 
 COPIED_TOKEN = 0.125
 """Memory of the keys and values of a token, as a fraction of all its activations: every row after the first copies the
@@ -73,7 +73,7 @@ class MicroBatch:
     advantages: torch.Tensor
     """[B, K] float32; 0 at tokens that the policy did not write."""
     has_gradient: bool
-    """False if the loss has no gradient in these rows. They then get only a forward pass, for the metrics."""
+    """False if the loss has no gradient in these rows, which then get only a forward pass, for the metrics."""
 
     @property
     def is_idle(self) -> bool:
@@ -126,7 +126,7 @@ class PreparedMicroBatch:
     micro: MicroBatch
     fixed: FixedValues
     returns: torch.Tensor | None = None
-    """[B, K] targets of the critic: values plus advantages that are not normalised; None without a critic."""
+    """[B, K] targets of the critic: values plus unnormalised advantages; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +158,16 @@ def cut(
 ) -> MiniBatch:
     """Cut the rows of one update into this rank's microbatches.
 
-    All ranks run their passes together. They therefore get the same number of microbatches with gradient, and the same
-    number without gradient; ranks with fewer rows get idle microbatches.
+    All ranks run their passes together, so they need equal numbers of microbatches with gradient, and equal numbers
+    without. Ranks with fewer rows get idle microbatches.
 
     `is_flat`: the loss has no gradient at advantage 0, so rows whose advantages are all 0 get only a forward pass. A
     loss with a KL term, an entropy bonus or a value loss is not flat. With `skips_flat`, episodes whose advantages are
     all 0 get no microbatch. Rows without a backward pass and rows without a microbatch still count in the divisor of
     the loss. `keeps_masked`: keep rows without a trained token, because their logprobs or values affect the advantages
     of other rows. `multiples`: the row count and the width of a microbatch are rounded up to multiples of these two
-    numbers. `is_packed`: padding does not count towards `max_tokens_per_microbatch`. `shares_prompts`: rows share their
-    prompt if this costs less, and a shared prompt counts once. `shares_prompts` requires a single rank.
+    numbers. `is_packed`: padding does not count towards `max_tokens_per_microbatch`. `shares_prompts`: rows with the
+    same prompt share its computation if this is estimated to cost less; requires a single rank.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
@@ -201,9 +201,9 @@ def under_budget(
 ) -> list[list[TrainingSample]]:
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (number of rows × longest row).
 
-    Dynamic programming over the sorted rows minimises the padded tokens, with rows and width rounded up to `multiples`,
-    and `PASS_TOKENS` for each chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal length keep
-    their order.
+    Dynamic programming over the sorted rows minimises the sum of all padded tokens (with rows and width rounded up to
+    `multiples`) and `PASS_TOKENS` for each chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal
+    length keep their order.
     """
     # Longest first, so that a run that lacks memory fails in its first pass.
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
@@ -231,9 +231,9 @@ def first_fit(
     """Cut rows into chunks of at most `max_tokens` unpadded tokens by first-fit decreasing bin packing.
 
     The number of chunks is at most 11/9 of the optimum plus one. A row longer than `max_tokens` forms a chunk alone.
-    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts 1 for the first row
-    and `COPIED_TOKEN` for each further row. If the rows of a prompt exceed `max_tokens`, they are divided into parts,
-    and each part computes the prompt.
+    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts as 1 token for the
+    first row, and as `COPIED_TOKEN` for each further row. If the rows of a prompt exceed `max_tokens`, they are divided
+    into parts, and the prompt is computed once per part.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
     if not shares_prompts:
@@ -250,9 +250,9 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put each block of rows into the first chunk that has room for it. A block is (rows, their size in tokens). A
-    binary tree over the chunks finds this chunk in logarithmic time: each node has the largest free room of all chunks
-    below it."""
+    """Put each block of rows into the first chunk that has room for it. A block is a tuple of rows and their size in
+    tokens. A binary tree, whose nodes have the largest free room of the chunks below them, finds the chunk in
+    logarithmic time."""
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
     most_room = [max_tokens] * (2 * leaves)
@@ -387,7 +387,7 @@ def pad(
 
 @torch.no_grad()
 def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMicroBatch]]:
-    """Run the passes before the first update of the train step, and estimate the advantages that need them."""
+    """Run the passes that precede the first update, and estimate advantages that depend on these passes."""
     found = [[PreparedMicroBatch(micro, passes.fixed_values(micro.inputs)) for micro in p.microbatches] for p in parts]
     if not passes.algorithm.needs_model_for_advantages or not passes.parallel.pipeline.is_last:
         return found
@@ -459,8 +459,8 @@ def sums_elsewhere(
     parallel: SingleRank,
 ) -> list[dict[str, torch.Tensor]]:
     """Return `LossInputs.elsewhere` of each microbatch: sums over the other paths of each row's episode, which may be
-    on other ranks. `rows`: the rows of all ranks. `own`: for each microbatch of this rank, name of a sum → the sum over
-    each row alone, [B, 1].
+    on other ranks. `rows`: the rows of all ranks. `own`: for each microbatch of this rank, a mapping from the name of a
+    sum to the sum over each row alone, [B, 1].
     """
     names = sorted(own[0])
     column = {row.key: place for place, row in enumerate(rows)}

@@ -28,9 +28,9 @@ from baton.trainer.settings import TrainerSettings
 def even_tokens(model: PreTrainedModel) -> float:
     """Return the row length, in tokens, at which attention costs as much as the linear layers; inf if unknown.
 
-    For each token of a row of n tokens, the linear layers need one multiplication per parameter. Attention needs n ×
-    layers × width multiplications: two (for scores and values) per layer, element of the width, and earlier token, of
-    which there are n/2 on average.
+    Per token of a row of n tokens, the linear layers need one multiplication per parameter, and attention needs n ×
+    layers × width multiplications: layers × width for the scores and as many for the values, with each of the n/2
+    earlier tokens (on average).
     """
     shape = model.config.get_text_config()
     heads, layers = getattr(shape, "num_attention_heads", 0), getattr(shape, "num_hidden_layers", 0)
@@ -45,7 +45,8 @@ def fit_attention(
     settings: TrainerSettings,
     parallel: SingleRank,
 ) -> bool:
-    """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
+    """Select the attention implementation of the policy, a critic's trunk and the reference; return whether rows are
+    packed.
 
     Rows are packed if `trainer.packing` is 'always', or 'auto' on CUDA, and if the policy gives packed and padded rows
     equal scores. If the scores differ, 'always' raises UserError.
@@ -75,9 +76,9 @@ def fit_attention(
 def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
-    """Return whether `trainer.share_prompts` is set. If so, select an attention that supports shared prompts. Raises
-    UserError if the policy or the reference scores responses to a shared prompt differently than separate
-    trajectories."""
+    """Return whether `trainer.share_prompts` is set; if it is set, select an attention implementation that supports
+    shared prompts. Raises UserError if the policy or the reference computes different scores with a shared prompt than
+    with separate trajectories."""
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):

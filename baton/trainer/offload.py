@@ -5,9 +5,9 @@
       moments of AdamW        ◀───▶  the same bits
       gradients                      none: every update starts from zero gradients
 
-While a tensor rests, its storage object on the device remains, but without memory. References to it by modules,
-optimisers, tied weights and FSDP therefore stay valid. Host memory is reused while shapes and dtypes stay equal. On a
-CPU, tensors do not move, and only the memory of gradients is returned to the system.
+While a tensor is on the host, its storage object on the device remains, resized to 0 bytes. References to the storage
+object by modules, optimisers, tied weights and FSDP therefore stay valid. On a CPU, tensors do not move, and only the
+memory of gradients is returned to the system.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Offload:
                     yield from packed or ([_own(value)] if isinstance(value, Tensor) else [])
 
     def _host(self, tensor: Tensor) -> Tensor:
-        """Return host memory for a tensor. The memory of the last offload is reused if it fits."""
+        """Return host memory for a tensor. The memory of the last offload is reused if shape and dtype are equal."""
         kept = self._hosts.get(id(tensor))
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
@@ -118,5 +118,5 @@ class Offload:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return the tensor object in which a sharded tensor keeps this rank's shard. `to_local` returns a view of it."""
+    """Return the tensor object that stores this rank's shard of a sharded tensor (`to_local` would return a view)."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -19,8 +19,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of all updates of train step `step` (counted from 1) of `total_steps`.
 
-    The warm-up is linear: the rate is above 0 in the first step, and `lr` at step `warmup_steps`. It then decays, so
-    that step `total_steps + 1` would have the rate `lr × min_lr_frac`.
+    The warm-up is linear: the rate is above 0 in the first step, and `lr` at step `warmup_steps`. After the warm-up,
+    the rate is constant or decays to `lr × min_lr_frac`, which it would reach at step `total_steps + 1`.
     """
     assert step >= 1, f"train steps count from 1: got {step}"
     if step <= warmup_steps:
@@ -33,8 +33,8 @@ def learning_rate(
 
 
 def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when no step remains for the decay after the warm-up. `section`: section of the keys, named in
-    the message."""
+    """Raise UserError when no step remains for the decay after the warm-up. `section`: recipe section, for the
+    message."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "
@@ -63,7 +63,7 @@ def make_optimizer(
 
         found: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas)
         return found
-    # The fused kernel (CPU and CUDA only) passes over memory once; elsewhere torch chooses.
+    # The fused kernel (CPU and CUDA only) accesses memory only once; on other devices, torch chooses a kernel.
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters.values())
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
 
@@ -77,7 +77,7 @@ def clip_gradients(
     """Scale gradients down so that their Euclidean norm over all shards is at most `max_norm`.
 
     Return the norm before scaling. `total_norm` maps the norm of this pipeline stage to the norm over all stages.
-    `repeated`: parameters that another stage also has and counts, so this stage does not count them. Collective if the
+    `repeated`: parameters that another stage counts in the norm and this stage does not count. Collective if the
     gradients are sharded.
     """
     counted = by_mesh(p.grad for name, p in parameters.items() if p.grad is not None and name not in repeated)
@@ -147,7 +147,8 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # While the trainer sleeps, a sharded parameter still names its device, but its shard and moments are on the host.
+    # While the trainer sleeps, `device` of a sharded parameter is still the GPU, but its shard and moments are on the
+    # host.
     asleep = {name for name in by_name if local(parameters[name]).device.type != parameters[name].device.type}
     state["state"] = {
         index: _with_packed(by_name[name])

@@ -51,7 +51,7 @@ class TrainingSample:
     policy_versions: Sequence[int]
     """[L] Number of the version that sampled each token."""
     reward: float
-    """Reward of the whole episode. With `turns`, only the part of the reward that belongs to no turn."""
+    """Reward of the whole episode. With `turns`, `reward` does not include the rewards of the turns."""
     path: int = 0
     """Index of the path in its episode."""
     episode_tokens: int = 0
@@ -61,12 +61,12 @@ class TrainingSample:
     is_filtered: bool = False
     """True if `overlong_filter` excludes the episode, so that no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
-    """[L] experts that the engine reported for each token: empty bytes if it reported none for the token, an empty
-    tuple if it reported none for the path."""
+    """[L] experts that the engine reported for each token: empty bytes for a token without a report, an empty tuple for
+    a path without reports."""
     kept: tuple[bytes, ...] = ()
     """[P] sampling mask of each token that the policy generated; empty if the engine reported no masks."""
     advantages: FloatArray | None = None
-    """[P] Advantage of each token of the policy; None until it is computed."""
+    """[P] Advantage of each token of the policy; None until they are computed."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -84,7 +84,7 @@ class TrainingSample:
 
     @property
     def has_advantage(self) -> bool:
-        """Return whether any advantage is nonzero. Return True if advantages are not computed yet."""
+        """Return whether any advantage is nonzero; True if advantages are not computed yet."""
         return self.advantages is None or bool(self.advantages.any())
 
 
@@ -108,7 +108,8 @@ def minibatches(
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Split groups into `num_parts` consecutive parts of about equal size. Raises UserError for too few groups."""
+    """Split groups into `num_parts` consecutive parts of about equal size. Raises UserError if a part would be
+    empty."""
     if num_parts > len(groups):
         raise UserError(
             f"algorithm.num_minibatches: got {num_parts}, allowed are at most {len(groups)}, the groups of a batch"
@@ -206,8 +207,8 @@ def estimate(
     token_rewards: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
 ) -> list[FloatArray]:
-    """Return the [P] advantages of each sample of a whole batch. The algorithm's estimator receives each episode with
-    the tokens of all its paths in order. `token_rewards` and `values`: one [P] array per sample."""
+    """Return the [P] advantages of each sample of a whole batch. The estimator receives whole episodes, with the tokens
+    of all paths of an episode in order. `token_rewards` and `values`: one [P] array per sample."""
     places = range(len(samples))
     episodes = [list(paths) for _, paths in groupby(places, key=lambda place: samples[place].name)]
 
@@ -292,8 +293,8 @@ def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dic
     """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
     `staleness/mean` and `staleness/max` are over trained tokens. `staleness/stale_frac` is the fraction of policy
-    tokens that are trained and were sampled by an older version. `staleness/masked_frac` is the fraction that is too
-    old to be trained. Episodes that `overlong_filter` excludes count only in `tokens/filtered`.
+    tokens that are trained and were sampled by an older version. `staleness/masked_frac` is the fraction of policy
+    tokens that are too old to be trained. Episodes that `overlong_filter` excludes count only in `tokens/filtered`.
     """
     kept = [sample for sample in samples if not sample.is_filtered]
     ages = [

@@ -40,31 +40,32 @@ class TrainerSettings(Settings):
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
-    """Compile the model's blocks with torch; this also works with packed rows. On a CPU, steps are about a third faster
+    """Compile the model's blocks with torch, for padded and for packed rows. On a CPU, steps are about a third faster
     (about half in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled
     kernels depend on the first batches, so a resumed run may differ in the last bits."""
     max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
-    """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token. Above the first
-    limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
+    """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token: the run warns
+    above the first limit, and a train step fails before its next update above the second limit. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """Two limits of the largest difference between the engine's and the trainer's logprob of a token, in nats. They
-    work like the limits of `max_mismatch_kl`."""
+    """Two limits, like those of `max_mismatch_kl`, of the largest difference between the engine's and the trainer's
+    logprob of a token, in nats."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and
-    changes the update only by rounding. A trajectory longer than this number forms a microbatch alone."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. A smaller number needs less
+    memory, and changes the update only by rounding. A trajectory longer than this number forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
-    """Concatenate trajectories instead of sorting them by length and padding them. `auto` does so only on CUDA."""
+    """Concatenate trajectories instead of sorting them by length and padding them. `auto` concatenates only on CUDA."""
     share_prompts: bool = False
-    """Compute the prompt of a group once for all trajectories of the group in a microbatch. Applies to those
-    minibatches in which sharing costs less, estimated in tokens. The update changes only by rounding. Requires one
-    rank; cannot be combined with `compile` or `moe_replay`."""
+    """Compute the prompt of a group once for all trajectories of the group in a microbatch. Prompts are shared only in
+    minibatches in which this reduces the estimated cost. The update changes only by rounding. Requires one rank; cannot
+    be combined with `compile` or `moe_replay`."""
     metrics_of_all_tokens: bool = False
     """Also run a forward pass for episodes whose advantages are all 0. The metrics of entropy, mismatch and importance
-    weights are then means over all trained tokens, including tokens without a gradient. The update does not change. If
-    the loss depends on these episodes, the pass also runs with `false`."""
+    weights are then means over all trained tokens, including tokens without a gradient. The update does not change.
+    With `false`, this forward pass runs only if the loss depends on these episodes."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass. Saves memory for about a third more computation."""
+    """Recompute each block's activations in the backward pass. Saves memory, but needs about a third more
+    computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"
     """Routing replay for mixture-of-experts models. `proximal`: updates use the experts that the policy chose at the
@@ -73,23 +74,23 @@ class TrainerSettings(Settings):
     ranks: int = Field(default=1, ge=1)
     """Number of processes that shard model, gradients and optimiser state. 1 trains in the controller process."""
     stages: int | tuple[int, ...] = 1
-    """Number of pipeline stages, or a list with the number of layers of each stage, such as [10, 14, 6]. Must divide
-    `ranks`; the ranks of a stage share its layers. The first stage has the embedding, the last one the head."""
+    """Number of pipeline stages, or a list with the number of layers of each stage, such as [10, 14, 6]. The number of
+    stages must divide `ranks`; the ranks of a stage share its layers. The first stage has the embedding, the last one
+    the head."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of ranks that split each matrix product, by the plan of transformers for the model. Must divide
+    """Number of ranks that split each matrix product, according to the model's plan in transformers. Must divide
     `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
-    """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or with
-    several stages the number of ranks per stage. With a smaller value, the ranks of a copy can share a fast network,
-    such as the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
+    """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide the number of
+    ranks per stage. With a smaller value, the ranks of a copy can share a fast network, such as the network within a
+    machine, but each rank needs more memory. Default: all ranks share one copy."""
     speeds: tuple[float, ...] = ()
     """Relative speeds of the data-parallel ranks of each stage, in rank order, such as [2, 1]. Each rank gets rows in
-    proportion to its speed. The maximum number of tokens of its microbatches is `max_tokens_per_microbatch` times its
-    speed divided by the largest speed. The speeds change the update only by rounding errors. `baton train --plan` sets
-    the key for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally
-    fast."""
+    proportion to its speed. Each rank's `max_tokens_per_microbatch` is multiplied by its speed divided by the largest
+    speed. The speeds change the update only by rounding errors. `baton train --plan` sets the key for ranks on two GPU
+    types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
     shard_gradients: bool = False
-    """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory and
+    """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory, but
     takes more time."""
 
     @field_validator("max_mismatch_kl", "max_logprob_diff")
@@ -173,7 +174,7 @@ class SftSettings(Settings):
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Number of updates in which the learning rate rises linearly to `lr`. Afterwards it decays along a cosine."""
+    """Number of updates in which the learning rate rises linearly to `lr`, before it decays along a cosine."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32."""

@@ -61,8 +61,8 @@ class Totals:
     largest: int = 0
     """Number of tokens, including padding, in the largest microbatch of this rank."""
     imbalance: float | None = None
-    """Largest number of tokens of any rank (`places`), divided by the mean over ranks. With `trainer.speeds`, the
-    number of each rank is first divided by the rank's relative speed. None with one rank."""
+    """Largest `places` of any rank, divided by the mean over ranks. With `trainer.speeds`, the `places` of each rank is
+    first divided by the rank's relative speed. None with one rank."""
 
     def add(
         self,

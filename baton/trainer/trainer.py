@@ -59,11 +59,11 @@ class StepTrainer(Protocol):
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the current weights. Its digest is empty until the weights are published or saved."""
+        """The version of the current weights, whose digest is empty until the weights are published or saved."""
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
-        """Start one train step, which produces the next version. `in_background`: return while the step runs. If False,
-        the step may be complete when this method returns. Raises the errors of the step."""
+        """Start one train step, which produces the next version. `in_background`: return before the end of the step; if
+        False, this method may run the whole step. Raises the errors of the step."""
 
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights for engines to load."""
@@ -74,7 +74,7 @@ class Trainer(StepTrainer, Protocol):
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
-        gradient is not finite. If the step has applied an earlier update, only `restore` may follow."""
+        gradient is not finite. If the step failed after its first update, the next call must be `restore`."""
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         """Run one train step, in a new thread if `in_background`."""
@@ -84,15 +84,15 @@ class Trainer(StepTrainer, Protocol):
         """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads, with the state to resume from."""
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint that `save` wrote. Raises UserError if it does not fit this trainer."""
+        """Load a checkpoint that `save` wrote. Raises UserError if the checkpoint does not fit this trainer."""
 
     def close(self) -> None:
         """Release processes and other resources of this trainer. Idempotent."""
 
 
 class _StartedStep(Pending):
-    """Runs a step, in the background in a thread that ends with the step, because a thread that has used torch keeps
-    its OpenMP threads alive."""
+    """Runs a step. In the background, the step gets a new thread, which ends with the step, because OpenMP threads live
+    as long as the thread that has used torch."""
 
     def __init__(self, step: Callable[[], dict[str, float]], *, in_background: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "trainer")

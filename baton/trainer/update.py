@@ -171,7 +171,7 @@ class Update:
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs, elsewhere)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
-        # Without logprobs from the start of the step, only the first update of the step compares equal weights.
+        # Without proximal logprobs, only the first update compares engine and trainer at equal weights.
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
         distance = behavior_distance(inputs, is_current)
@@ -192,7 +192,7 @@ class Update:
                 tokens=micro.mask.sum(),
                 entropy=torch.where(micro.mask, scores.entropy, 0.0).sum(),
                 clipped=found.is_clipped.sum(),
-                # For KL(anchor ‖ current), x in k3 is log π_anchor − log π_θ, so the sign is reversed.
+                # For KL(anchor ‖ current), `k3` needs x = log π_anchor − log π_θ, which is −`log_ratio`.
                 moved=k3(-log_ratio(inputs.logprobs, anchor.logprobs, micro.mask)).sum(),
                 weight=anchor.weights.sum(),
                 cut=anchor.is_cut.sum(),
@@ -200,7 +200,7 @@ class Update:
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
         num_tokens = micro.num_tokens - micro.inputs.num_repeated
-        # An idle microbatch counts too, because it is computed.
+        # The tokens of an idle microbatch count too, because a forward pass computes them.
         num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
         value = self.totals.add(sums, distance, num_tokens=num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
@@ -240,7 +240,7 @@ class Update:
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None
     ) -> float:
-        """Return `value`. If it is not finite and `trouble` is None, set `trouble` to a description."""
+        """Return `value`. If `value` is not finite and `trouble` is None, describe `value` in `trouble`."""
         if math.isfinite(value) or self.trouble is not None:
             return value
         groups = ", ".join(map(str, sorted({row.group_id for row in rows})))

@@ -17,8 +17,7 @@ from baton.weights.direct.stream import BUCKET_TENSORS
 
 
 class VersionStream:
-    """The tensors of a model in buckets, under the names of the model's files. All ranks divide them into the same
-    buckets."""
+    """The tensors of a model, named as in the model's files, in buckets that are equal on all ranks."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, gather: Gather, bucket_bytes: int) -> None:
         """`dtype`: dtype in which weights are published. Raises UserError if the model has adapters, or if a tensor in
@@ -49,7 +48,7 @@ class VersionStream:
         self.bucket_bytes = tuple(sizes)
 
     def gather(self, index: int, *, is_first: bool) -> dict[str, torch.Tensor]:
-        """Gather the current tensors of a bucket. Only the first rank gets them. Collective: all ranks must call it."""
+        """Gather the current tensors of a bucket on the first rank. Collective: all ranks must call this method."""
         tensors, found = published_tensors(self._model), {}
         for name in self._buckets[index]:
             full = self._gather(name, tensors[name].to(self.dtypes[name]))

@@ -1,10 +1,10 @@
-"""Writes and reads numbers and byte streams in one block. A stream is compressed with zstd if this makes it smaller.
+"""Encodes and decodes numbers and byte streams in one block. A stream is compressed with zstd if this makes it smaller.
 
     number   7 bits per byte, the lowest bits first; the eighth bit is set if another byte follows (LEB128)
     stream   shorter than 16 bytes: the raw bytes
              otherwise: the number of compressed bytes and these bytes, or the number 0 and the raw bytes
 
-The reader knows the length of each stream, so a block that claims a longer stream cannot make the reader allocate more
+The reader knows the length of each stream in advance, so a damaged block cannot make the reader allocate too much
 memory.
 """
 
@@ -21,8 +21,7 @@ from baton.errors import WeightsFault
 
 Bytes = NDArray[np.uint8]
 Pieces = list[bytes | memoryview]
-"""Consecutive bytes in several pieces, which are not joined: a join copies all bytes and may hold the interpreter's
-lock."""
+"""Consecutive bytes in several pieces, which are not joined: a join copies all bytes and may hold the GIL."""
 
 _LEVEL: Final = 1
 """zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
@@ -56,7 +55,7 @@ class BitWriter:
         self._parts.append(bytes(coded))
 
     def stream(self, data: Bytes) -> None:
-        """Append bytes, which must not change later. The number of bytes is not written, so the reader must know it."""
+        """Append bytes, which must not change later. The reader must know their number, which is not written."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
             self._parts.append(raw.tobytes())

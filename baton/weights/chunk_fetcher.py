@@ -26,9 +26,9 @@ class FetchStats:
 
     want: PolicyVersion
     bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """Name of a source → number of bytes of chunks and manifests that it sent, including refused data."""
+    """Name of a source → number of bytes of chunks and manifests that this source sent, including refused data."""
     faults: list[str] = field(default_factory=list)
-    """Descriptions of faults. Each begins with the name of the source."""
+    """Descriptions of faults, each of which begins with the name of the source."""
     bad_sources: set[str] = field(default_factory=set)
     """Names of the sources that sent wrong data. A source that failed without sending data is not included."""
     num_steps: int = 0
@@ -41,21 +41,21 @@ class FetchStats:
 
 
 class ChunkFetcher:
-    """Requests data from one source after another until an answer passes verification. One object per fetch. It sends
-    one request at a time, even if several threads call it."""
+    """Requests data from one source after another until an answer passes verification. Each fetch has its own object,
+    which sends one request at a time, even if several threads use it."""
 
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
-        """Start the time limit of `deadline_s` seconds. Sources in `avoided` are asked last; `blame` adds to this
-        set."""
+        """Start the time limit of `deadline_s` seconds. Sources in `avoided` are queried last; `blame` adds a source to
+        `avoided`."""
         self._sources, self.record, self._avoided = sources, record, avoided
         self._order, self._lock = random.Random(), threading.Lock()
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
     def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, WeightsSource]:
-        """Return a version's manifest and the source that sent it. Sources named in `without` are not asked. Raises
+        """Return a version's manifest and the source that sent it. Sources named in `without` are not queried. Raises
         WeightsFault when no source sends a valid manifest."""
 
         def check(data: bytes) -> Manifest:
@@ -84,7 +84,7 @@ class ChunkFetcher:
             return self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)[0]
 
     def blame(self, source: WeightsSource, what: str) -> None:
-        """Record that a source sent wrong data. From now on, the source is asked last."""
+        """Record that a source sent wrong data; from now on, this source is queried last."""
         self.record.faults.append(f"{source.name}: {what}")
         self.record.bad_sources.add(source.name)
         self._avoided.add(source.name)

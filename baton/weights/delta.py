@@ -30,14 +30,14 @@ Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 _SPARSE_BELOW: Final = {1: 2.0, 2: 2.0, 4: 0.6, 8: 0.6}
-"""Bytes of a word → `encode` tries "sparse" up to this fraction of changed elements.
+"""Bytes of a word → fraction of changed elements up to which `encode` tries "sparse".
 
-If many elements of wide words changed, their differences are large, and "dense" is as short as "sparse" and faster. 2.0
+If many wide elements changed, their differences are large, so that "dense" is as short as "sparse", and faster. 2.0
 means that "sparse" is always tried."""
 _DENSE_ABOVE: Final = 0.25
 """Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
 _BLOCK: Final = 2**18
-"""Maximum number of words that are processed at a time. Smaller blocks take the interpreter's lock more often."""
+"""Maximum number of words that are processed at a time. Smaller blocks acquire the GIL more often."""
 
 
 class Coded(NamedTuple):
@@ -50,7 +50,7 @@ class Coded(NamedTuple):
 
 
 def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
-    """Encode a part, in words of `word` bytes, in the shortest coding; without a base, in "full"."""
+    """Encode a part, whose words have `word` bytes, with the shortest coding. Without a base, the coding is "full"."""
     now = new.view(f"u{word}")
     if base is None:
         return Coded("full", _full(now), now.size)
@@ -70,7 +70,7 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
 
 def decode(coding: Coding, coded: bytes | memoryview, piece: Bytes, word: int) -> None:
     """Decode a part in place: `piece` contains the base's bytes before the call and the decoded bytes after it. Raises
-    WeightsFault for bytes that `encode` cannot have made; the content of `piece` is then undefined."""
+    WeightsFault for bytes that `encode` cannot have produced; the content of `piece` is then undefined."""
     words = piece.view(f"u{word}")
     reader = BitReader(coded)
     match coding:
@@ -124,8 +124,8 @@ def _dense(now: Words, before: Words) -> Pieces:
 
 
 def _full(now: Words) -> Pieces:
-    # The rotation moves the sign to the lowest bit. The exponent is then a whole byte, and exponent bytes compress
-    # well.
+    # The rotation moves the sign to the lowest bit, so that the exponent of bfloat16 and float32 is a whole byte, which
+    # compresses well.
     return _planes(now, lambda block: _rotated(now[block], now.itemsize * 8 - 1))
 
 
@@ -142,7 +142,7 @@ def _unfold(folded: Words) -> Words:
 
 
 def _rotated(words: Words, right: int) -> Words:
-    """Rotate the bits of each word to the right by `right` places."""
+    """Rotate each word to the right by `right` bits."""
     bits = words.itemsize * 8
     kind = words.dtype.type
     rotated: Words = words >> kind(right)
@@ -151,7 +151,7 @@ def _rotated(words: Words, right: int) -> Words:
 
 
 def _planes(words: Words, value: Callable[[slice], Words]) -> Pieces:
-    """Return the encoded values as one stream for each byte position, the highest byte first. `value`: function that
+    """Return the encoded values as one stream per byte of a word, the highest byte first. `value`: function that
     returns the values in a slice of `words`."""
     planes = [np.empty(words.size, np.uint8) for _ in range(words.itemsize)]
     for block in _blocks(words.size):

@@ -1,5 +1,5 @@
-"""The worker's side of weight transfer: a fetch either replaces the held version with the requested version, or changes
-nothing.
+"""The worker's side of weight transfer: a fetch either replaces the version that the worker holds with the requested
+version, or changes nothing.
 
     plan      follow manifests from the requested version to the held version or a keyframe; choose the fewest bytes
     fetch     get chunks from the sources and verify each before use (`chunk_fetcher.py`)
@@ -8,8 +8,8 @@ nothing.
     switch    hold the copy
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. The
-held version and the copy are mapped files (`flat_buffer.py`); a fetch needs memory for four chunks and
-`CODERS` + 1 parts.
+held version and its copy are memory-mapped files (`flat_buffer.py`); a fetch needs memory for `CODERS` + 1 parts and
+four chunks.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Fetcher:
         """`shared`: files of the versions that a trainer on this machine publishes, used before `sources`."""
         self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
-        """Names of the sources that sent wrong data in any fetch. These sources are asked last."""
+        """Names of the sources that sent wrong data in any fetch. These sources are queried last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
-        """The held version as a flat buffer. None if it is mapped from `shared` or was passed to `hold`."""
+        """The held version as a flat buffer; None if this version is mapped from `shared` or was passed to `hold`."""
         self._free: FlatFile | None = None
-        """The file of the version before the held one. The next version is written into it if none of its tensors is
-        still in use. The system then need not allocate its pages again."""
+        """The file of the version before the held one. If none of its tensors is still in use, the next version is
+        written into this file, so that the system need not allocate new pages."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
 
@@ -96,7 +96,7 @@ class Fetcher:
         return {} if self._held is None else self._held[1]
 
     def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold a version that the caller has. Raises WeightsFault unless `tensors` have its digest."""
+        """Hold a version whose tensors the caller has. Raises WeightsFault if the tensors have another digest."""
         with self._lock:
             _check_digest(version, weights_digest(tensors))
             self._held, self._staged, self._free = (version, tensors), None, None
@@ -151,8 +151,7 @@ class Fetcher:
             return
 
     def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
-        """Return the steps that lead to the requested version, from the held version or from a keyframe. Of all such
-        plans, return the plan that fetches the fewest bytes."""
+        """Return the steps from the held version or a keyframe to the requested version that fetch the fewest bytes."""
         held, at = self.held, want
         walked: list[_Step] = []
         best: list[_Step] | None = None
@@ -226,8 +225,9 @@ def _temporary(num_bytes: int) -> FlatFile:
 
 
 def _decoded(copy: FlatFile, before: Bytes, taken: tuple[BufferPart, int, Pieces]) -> WeightsFault | None:
-    """Decode a part against the same part of `before`, and write it. Return an error if the encoded bytes of the part
-    are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes. Raises StorageFault."""
+    """Decode a part against the same part of `before`, and write the result to `copy`. Return an error if the encoded
+    bytes of the part are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes. Raises
+    StorageFault."""
     part, end, data = taken
     old = before[end - part.num_bytes : end]
     piece = np.empty_like(old) if part.coding == "full" else old.copy()
@@ -240,7 +240,7 @@ def _decoded(copy: FlatFile, before: Bytes, taken: tuple[BufferPart, int, Pieces
 
 
 def _joined(pieces: Pieces) -> memoryview:
-    """Join pieces like `bytes.join`, but without the interpreter's lock."""
+    """Join pieces like `bytes.join`, but without holding the GIL."""
     joined, at = np.empty(size_of(pieces), np.uint8), 0
     for piece in pieces:
         joined[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
@@ -254,7 +254,7 @@ class _CodedBytes:
     def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
         self._chunks = in_order(gather.chunk, way.chunks, lambda chunk: chunk.size, threads=2)
         self._rest = memoryview(b"")
-        """The bytes of the last chunk that have not been taken."""
+        """The bytes of the last chunk that have not been read."""
 
     def take(self, size: int) -> Pieces:
         """Return the next `size` bytes. `check_manifest` has checked that the chunks contain enough bytes."""

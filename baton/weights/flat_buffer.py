@@ -1,5 +1,6 @@
-"""The flat buffer is one array of bytes with all tensors of a version. It is a mapped file (`version_files.py`), which
-publisher and fetcher write and read in pieces, so neither holds a version in memory."""
+"""The flat buffer is one array of bytes with all tensors of a version. The buffer is a memory-mapped file
+(`version_files.py`), which publisher and fetcher write and read in pieces, so neither holds a whole version in
+memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
-    """Return the layout of a version with these entries: each tensor's position in the flat buffer."""
+    """Return the layout of a version with these entries, which determines each tensor's position in the flat buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
@@ -49,8 +50,8 @@ def flattened(
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[tuple[TensorEntry, ...], FlatFile]:
     """Write tensors into a flat buffer, several at a time and each in pieces; return the manifest's entries and the
-    buffer. create: creates the buffer for entries without digests. dtypes: the dtypes to cast to, piece by piece.
-    Raises WeightsFault for a dtype that the manifest does not support, and StorageFault."""
+    buffer. `create`: creates the buffer for entries without digests. `dtypes`: dtypes to which tensors are cast, piece
+    by piece. Raises WeightsFault for a dtype that the manifest does not support, and StorageFault."""
     ordered = unsigned(tensors, dtypes)
     file = create(ordered)
 

@@ -6,9 +6,9 @@ bfloat16 at small learning rates, 1 % of the weights account for a third of all 
 elements are therefore encoded separately for each bucket.
 
 Publisher and receiver both have the base version, so only the limits of the buckets are sent. A limit is compared with
-the highest byte of an element without its sign bit. For bfloat16 and float32, this byte is the exponent. The first
-bucket contains the elements below the first limit. The second bucket contains the elements between the two limits. All
-other changed elements are encoded by their positions among all elements.
+the highest byte of an element from which the sign bit has been removed. For bfloat16 and float32, this byte is the
+exponent. The first bucket contains the elements below the first limit. The second bucket contains the elements between
+the two limits. Changed elements in no bucket are encoded by their positions among all elements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Words = NDArray[Any]
 
 MAX_BANDS: Final = 2
 _SAMPLED: Final = 2**15
-"""Number of sampled elements that give an estimate of the buckets' sizes."""
+"""Number of elements that are sampled to estimate the sizes of buckets."""
 _BAND_BITS: Final = 160.0
 """Approximate number of bits that each bucket costs in addition to its positions."""
 

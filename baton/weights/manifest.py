@@ -6,9 +6,9 @@ bytes.
                          from base v'     parts ──▶ chunks
 
 All tensors of a version form one flat buffer, sorted by word size (widest first), then by name (`payload_order`). A
-part is a piece of this buffer with a coding (`delta.py`). The encoded parts are concatenated and cut into chunks. The
-version's digest covers only the tensors, not their encodings, so the fetcher compares the digest of every tensor after
-decoding.
+part is a contiguous range of the flat buffer, encoded with one coding (`delta.py`). The encoded parts are concatenated
+and cut into chunks. The version's digest covers only the tensors, not their encodings, so the fetcher compares the
+digest of every tensor after decoding.
 
 A manifest comes from another machine, so `decode_manifest` refuses an inconsistent manifest. This file does not import
 torch.
@@ -38,7 +38,7 @@ WORD_BYTES: Final = {
 MAX_MANIFEST_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 64 * 2**20
 MAX_PART_BYTES: Final = 8 * 2**20
-"""Maximum bytes of a decoded part. This bounds the memory that a fetch needs besides the weights."""
+"""Maximum bytes of a decoded part, which bounds the memory that a fetch needs in addition to the weights."""
 MAX_TENSORS: Final = 200_000
 MAX_CHUNKS: Final = 2_000_000
 MAX_TOTAL_BYTES: Final = 8 * 2**40
@@ -114,8 +114,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the tensors are an adapter, which engines merge into the model from which the run started."""
     format: int = FORMAT
     expects_whole: bool | msgspec.UnsetType = msgspec.UNSET
-    """True in the manifest of a keyframe whose whole encoding is still being stored. When it is stored, a manifest with
-    both encodings replaces this manifest."""
+    """True in the manifest of a keyframe whose whole encoding is still being stored. Once the whole encoding is stored,
+    a manifest with both encodings replaces this manifest."""
 
     @property
     def whole(self) -> Encoding | None:
@@ -177,7 +177,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Decode and check a manifest. Raises WeightsFault if it is too long, unreadable or inconsistent."""
+    """Decode and check a manifest. Raises WeightsFault if the manifest is too long, unreadable or inconsistent."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsFault(f"refused a manifest: got {len(data)} bytes, allowed are at most {MAX_MANIFEST_BYTES}")
     try:

@@ -70,8 +70,8 @@ class Publisher:
     """Publishes the versions of a run in ascending order."""
 
     def __init__(self, store: Store, settings: WeightsSettings, *, files: VersionFiles | None = None) -> None:
-        """files: stores the last two versions for workers on this machine, which map them. Without it, versions are in
-        unnamed temporary files. The last version is read from its file to encode the next."""
+        """`files`: stores the last two versions in files that workers on this machine map. Without `files`, versions
+        are in unnamed temporary files. To encode a version, the publisher reads the previous version from its file."""
         self._store, self._settings, self._files = store, settings, files
         self._base: _Base | None = None
 
@@ -88,14 +88,14 @@ class Publisher:
 
         `when_shared`: called with the mapped tensors when the version's file is complete, before the version is encoded
         and stored for other machines. `when_stored`: called once when other machines can fetch the version. A keyframe
-        with a delta can be fetched before its whole encoding is stored. `later`: called with a function that stores
-        this whole encoding. It must be called once, in any thread, and may run while further versions are published.
-        With None, the encoding is stored before this method returns.
+        with a delta can be fetched before its whole encoding is stored. `later`: called with a function that stores the
+        whole encoding of such a keyframe. The function must be called once, in any thread, and may run while further
+        versions are published. If `later` is None, the whole encoding is stored before this method returns.
 
         The digests of tensors in a file of the trainer are those that the trainer has computed while it wrote the file.
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
-        number is already published. Raises StorageFault when a file cannot be written. The version is then invisible,
-        or visible without its whole encoding. It can be published again.
+        number is already published. Raises StorageFault when a file cannot be written; the version is then invisible,
+        or visible without its whole encoding, and can be published again.
         """
         begin = time.perf_counter()
         entries, file = self._flattened(tensors)
@@ -155,9 +155,9 @@ class Publisher:
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
     ) -> Iterator[tuple[Manifest, float | None]]:
-        """Write the chunks of a version; yield its manifest, which must then be stored, and the density. A keyframe's
-        manifest is yielded twice: first with the delta only, and again when the whole encoding, which takes longer, is
-        complete."""
+        """Write the chunks of a version; yield its manifest, which the caller must store, and the density. A keyframe
+        with a short delta yields two manifests: the first contains only the delta, and the second also the whole
+        encoding."""
         base, ways, density = self._base, [], None
         if (
             base is not None
@@ -178,7 +178,7 @@ class Publisher:
         yield Manifest(version, entries, tuple(ways), is_adapter=adapter), density
 
     def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
-        """Encode a flat buffer, as a delta with `base`, and write the chunks; return the encoding and the density."""
+        """Encode a flat buffer (as a delta if `base` is given) and write the chunks; return encoding and density."""
         parts: list[BufferPart] = []
         changed = 0
 
@@ -195,7 +195,7 @@ class Publisher:
                 changed += one.num_changed
                 yield from one.data
 
-        # a chunk is stored while the next parts are coded
+        # a chunk is stored while the next parts are encoded
         data = _cut(coded(), self._settings.chunk_bytes)
         chunks = tuple(in_order(lambda pieces: self._store.put_chunk(*pieces), data, size_of, threads=1))
         elements = sum(part.num_bytes // part.word for part in parts)

@@ -18,26 +18,26 @@ class WeightsSettings(Settings):
     transport: Literal["store", "direct", "sparse"] = "store"
     """How a version is sent to the engines. `store`: as files, on this machine or in `weights.store`. `direct`: from
     the trainer's memory into the engine's memory, without files; requires engines of kind `vllm` that the run itself
-    starts. On a CPU, `direct` uses gloo. On GPUs, it uses vLLM's own transfer engines, which has never run. `sparse`:
-    like `direct`, but an engine receives only the elements that differ from the version that it serves. The trainer
-    keeps a copy of that version. With `sparse`, the model must be dense and not quantised."""
+    starts. On a CPU, `direct` uses gloo. On GPUs, `direct` uses vLLM's own transfer engines; this code has never been
+    run. `sparse`: like `direct`, but an engine receives only the elements that differ from the version that it serves.
+    With `sparse`, the trainer keeps a copy of the served version, and the model must be dense and not quantised."""
     dtype: DTypeChoice = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. All engines load the rounded weights, including an engine in the
     trainer's process."""
     keyframe_every: int = Field(default=10, ge=1)
     """Number of versions from one keyframe to the next. A keyframe is published as a whole, in addition to its delta.
-    Other versions are published only as a delta to the previous version, unless the delta would be longer than the
-    whole version."""
+    Other versions are published only as a delta to the previous version, unless this delta is longer than half of the
+    version."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
     """Maximum size of a chunk in MiB. A chunk is fetched and verified as one unit."""
     store: str | None = None
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
     files: str | None = None
-    """Existing directory for the files of versions, which processes on this machine map. It holds the last two or three
-    versions, and versions that verification needs. The default is the run's directory. "/dev/shm" keeps the files in
-    memory."""
+    """Existing directory for the files of versions, which processes on this machine map. The directory contains the
+    last two or three versions, and versions that verification needs. The default is the run's directory. "/dev/shm"
+    keeps the files in memory."""
     keep: int = Field(default=20, ge=1)
     """Number of recent versions that are retained. An older version is deleted when no worker has or needs it."""
 
@@ -48,7 +48,7 @@ class WeightsSettings(Settings):
         return found
 
     def files_in(self, run: Path) -> Path:
-        """Return the directory for the files of versions. Raises UserError if it does not exist."""
+        """Return the directory for the files of versions. Raises UserError if the directory does not exist."""
         directory = run if self.files is None else Path(self.files)
         if not directory.is_dir():
             raise UserError(f"weights.files: {directory} is not a directory; create it, or remove the key")

@@ -18,7 +18,7 @@ class WeightsSource(Protocol):
     name: str
     """Name of the source in error messages."""
     distance: int
-    """Sources are asked in ascending order of this number; sources with equal numbers in random order."""
+    """Sources are queried in ascending order of this number, and in random order if their numbers are equal."""
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""

@@ -1,5 +1,5 @@
-"""Storage of files: a local directory, or any file system that fsspec supports. Readers see a file completely or not at
-all.
+"""Storage of files: a local directory, or any file system that fsspec supports. In local directories and object stores,
+readers see only complete files.
 
 A remote file system may hang, and fsspec has no timeout, so `RemoteStorage` gives each call a deadline.
 """
@@ -22,7 +22,7 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout in seconds of a call to a remote file system. A call gets bytes / `SLOWEST_BYTES_PER_S` more."""
+"""Timeout in seconds of a call to a remote file system. A transfer gets bytes / `SLOWEST_BYTES_PER_S` seconds more."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
@@ -35,8 +35,7 @@ class ByteReader:
 
     size: int
     read: Callable[[int, int], bytes]
-    """Function (offset, limit) → at most `limit` bytes from the offset on. The function may block, and raises
-    OSError."""
+    """Function (offset, limit) → at most `limit` bytes from the offset on. The function may block or raise OSError."""
 
     @classmethod
     def of(cls, data: bytes) -> ByteReader:

@@ -3,9 +3,9 @@
     chunks/3f09…                       a chunk, under its own digest; written once, never changed
     versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
-One process writes to a store, and any number of processes may read it. Chunks that no manifest names belong to a
-version that is being written, or a dead process has left them; `collect` removes the latter. `collect` never removes
-files with other names.
+One process writes to a store, and any number of processes may read it. A chunk that no manifest names belongs to a
+version that is being written, or was left by a dead process; `collect` removes the chunks that were left. `collect`
+never removes files that are neither chunks nor manifests.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Store:
         self._lineage: str | None = None
         """Lineage of the version that was published last."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
-        """Cache of the manifests that `collect` has read. A manifest with `expects_whole` is not cached, because it
-        changes."""
+        """Cache of the manifests that `collect` has read. A manifest with `expects_whole` is not cached, because
+        another manifest will replace it."""
 
     def put_chunk(self, *pieces: bytes | memoryview) -> Chunk:
         """Write a chunk, given in pieces, unless the store has it. Raises StorageFault if writing fails."""
@@ -76,10 +76,10 @@ class Store:
         return ByteReader.kept(self._place, _chunk_name(digest))
 
     def put_manifest(self, manifest: Manifest) -> None:
-        """Store a version's manifest, which makes the version visible. All its chunks must have been stored before.
-        Storing the same manifest again changes nothing. A manifest without `expects_whole` replaces one with it. Raises
-        WeightsFault when a different version with the same number is already published, and StorageFault when writing
-        fails."""
+        """Store a version's manifest, which makes the version visible. All chunks of the version must have been stored
+        before. Storing the same manifest again changes nothing. A manifest without `expects_whole` replaces a manifest
+        with `expects_whole`. Raises WeightsFault when a different version with the same number is already published,
+        and StorageFault when writing fails."""
         version = manifest.version
         data = encode_manifest(manifest)
         with self._lock:
@@ -94,8 +94,9 @@ class Store:
             self._lineage = version.lineage
 
     def find(self, lineage: str, number: int) -> Manifest | None:
-        """Return the manifest of a version, or None if it is not published. A damaged manifest counts as absent. Raises
-        WeightsFault when the store does not answer, because then it is unknown whether the version exists."""
+        """Return the manifest of a version, or None if the version is not published. A damaged manifest counts as
+        absent. Raises WeightsFault when the store does not answer, because then it is unknown whether the version
+        exists."""
         try:
             data = self.read_manifest(PolicyVersion(lineage, number))
         except FileNotFoundError:
@@ -107,7 +108,7 @@ class Store:
         return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
 
     def read_manifest(self, version: PolicyVersion) -> bytes:
-        """Return the unverified bytes of a version's manifest. Raises OSError if it is not published."""
+        """Return the unverified bytes of a version's manifest. Raises OSError if the version is not published."""
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
@@ -125,10 +126,10 @@ class Store:
     def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
         """Remove the files that no machine needs any more; return the number of removed files.
 
-        `live`: versions that a worker has or requests. `collect` keeps these, and the latest `keep` versions of the
-        lineage that was published last (of every lineage, if this process has published no version). If a kept version
-        has only a delta, earlier versions back to a keyframe are kept too. A manifest is removed before its chunks, so
-        a visible version always has its data.
+        `live`: versions that a worker has or requests. `collect` keeps the `live` versions, and the latest `keep`
+        versions of the lineage that was published last (of every lineage, if this process has published no version). If
+        a kept version has only a delta, earlier versions back to a keyframe are kept too. A manifest is removed before
+        its chunks, so a visible version always has its data.
         """
         with self._lock:
             kept = self._needed(list(live), keep)

@@ -71,7 +71,7 @@ class FlatFile:
         except OSError as error:
             raise self._fault(error) from error
         self.bytes: Bytes = np.frombuffer(mapped, np.uint8)[self._begin :]
-        """The mapped bytes. The caller must not change them."""
+        """The mapped bytes, which the caller must not change."""
         self._lent: weakref.ref[Bytes] | None = None
 
     def lend(self) -> Bytes:
@@ -119,9 +119,8 @@ class VersionFiles:
         return FlatFile.of_tensors(self._unfinished(), entries)
 
     def adopt(self, path: Path, entries: tuple[TensorEntry, ...]) -> FlatFile | None:
-        """Use a completely written file as the file of a version. The file is not copied, but gets a second name.
-        Return None if the file is on another file system, or does not have `entries` in this order. Raises
-        StorageFault."""
+        """Use a completely written file as the file of a version. The file is not copied, but hard-linked. Return None
+        if the file is on another file system, or does not have `entries` in this order. Raises StorageFault."""
         unfinished = self._unfinished()
         try:
             os.link(path, unfinished)
@@ -152,7 +151,7 @@ class VersionFiles:
                 old.unlink()
 
     def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
-        """Map a version's unverified tensors; return None without a file. Raises WeightsFault for a damaged file."""
+        """Map a version's unverified tensors; None if there is no file. Raises WeightsFault for a damaged file."""
         path = self._path(version)
         try:
             return load_file(path)

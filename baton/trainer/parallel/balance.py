@@ -46,13 +46,13 @@ ALONE = BatchShare()
 
 
 def balanced(costs: Sequence[float], count: int, speeds: Sequence[float] = ()) -> list[list[int]]:
-    """Assign indices 0 … len(costs) − 1 to `count` parts, each in ascending order, so that all take about the same
-    time. `speeds`: relative speed of the rank of each part; by default, all are equal.
+    """Distribute the indices 0 … len(costs) − 1 over `count` parts that take about the same time; each part is sorted.
+    `speeds`: relative speed of the rank of each part; by default, all are equal.
 
     Costs are assigned in descending order, each to the part that takes the least time after the assignment (Graham
-    1969; Gonzalez, Ibarra and Sahni 1977). Ties go to the first such part. At equal speeds, no part exceeds the mean by
-    more than (1 − 1/count) times the largest cost. The result depends only on the arguments, so every rank computes the
-    same parts.
+    1969; Gonzalez, Ibarra and Sahni 1977). If several parts take equally little time, the first one gets the cost. At
+    equal speeds, no part exceeds the mean by more than (1 − 1/count) times the largest cost. The result depends only on
+    the arguments, so every rank computes the same parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     rates = np.array(speeds or [1.0] * count)

@@ -53,12 +53,12 @@ class SingleRank:
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of this rank's parameters that another pipeline stage also has. That stage counts them in norms and writes
-    them to checkpoints."""
+    """Names of this rank's parameters that another stage also has, counts in norms and writes to checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Cut modules to this rank's stage, shard their parameters in place, move them to the rank's device, and read
-        meta parameters from files. The first module is the policy, whose body a separate critic copies."""
+        """Remove the layers of other stages from modules, shard the parameters in place, move them to the rank's
+        device, and read parameters on the meta device from files. The first module is the policy, whose body a separate
+        critic copies."""
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
         """Set the stored tensors that `shard` later reads for `model`, which is on the meta device."""
@@ -79,7 +79,7 @@ class SingleRank:
         return norm
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a model's tensor by name. Rank 0 gets the whole tensor; other ranks may get one on the meta device."""
+        """Gather a model's tensor by name. Rank 0 gets the whole tensor; other ranks may get a meta tensor."""
         return whole(tensor)
 
     def sums(self, values: FloatArray) -> FloatArray:
@@ -95,7 +95,7 @@ class SingleRank:
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return, on every rank, the `trouble` of the lowest rank that has one; None if no rank has one."""
+        """Return, on every rank, the first `trouble` in rank order that is not None; None if all are None."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -109,10 +109,10 @@ class RankGroup(SingleRank):
     def __init__(self, device: torch.device, settings: TrainerSettings) -> None:
         """Create the device mesh over torch's process group.
 
-        A pipeline stage consists of consecutive ranks, which form a two-dimensional mesh. In one dimension,
-        `trainer.tensor_parallel` consecutive ranks split the matrix products of the same rows. In the other dimension,
-        FSDP shards parameters. `trainer.shard_size` consecutive ranks share one copy of the stage's parameters; by
-        default, all ranks of the stage share one copy.
+        A pipeline stage consists of consecutive ranks, which form a two-dimensional mesh. Along one dimension of the
+        mesh, `trainer.tensor_parallel` consecutive ranks split the matrix products of the same rows; along the other
+        dimension, FSDP shards parameters. `trainer.shard_size` consecutive ranks share one copy of the stage's
+        parameters; by default, all ranks of the stage share one copy.
         """
         dtype, tensor_parallel = torch_dtype(settings.dtype, device), settings.tensor_parallel
         shard_size, num_stages = settings.shard_size, settings.num_stages
@@ -191,9 +191,9 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients that FSDP does not sum over the ranks. These are the gradients of layers that each rank
-        applies only to its own attention heads, of parameters that FSDP does not shard, and of a tied embedding, which
-        the first and the last stage both have."""
+        """Sum the gradients that FSDP does not sum over the ranks: those of layers that each rank applies only to its
+        own attention heads, of parameters that FSDP does not shard, and of a tied embedding, which is in the first and
+        in the last stage."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
@@ -224,7 +224,7 @@ class RankGroup(SingleRank):
         return found
 
     def sums(self, values: FloatArray) -> FloatArray:
-        # in float64, a value that only one rank has is returned exactly; the other ranks pass 0
+        # summed in float64: a value that only one rank has is returned exactly, because the other ranks pass 0
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()

@@ -1,8 +1,7 @@
 """Trainer ranks as processes of this machine, connected by socket pairs.
 
-The exit of a rank is detected at once. A rank that does not answer or does not read is detected when a request times
-out. In both cases, all ranks are ended. No rank survives this process: a rank exits when its socket closes, even within
-a collective.
+If a rank exits, or does not answer or read until a request times out, all ranks are ended. No rank survives this
+process: a rank exits when its socket closes, even within a collective.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         ▲                                                                                          │
         └────────────────────────── one answer per rank, in rank order  ◀──────────────────────────┘
 
-A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each of them, and forwards messages.
+A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each process, and forwards messages.
 All ranks receive the same request at the same time, because they take part in collectives.
 """
 
@@ -30,8 +30,8 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     head_dtype: str = "auto"
     trainer: dict[str, Any]
-    """Keys and values of [trainer]. Likewise, `algorithm` has those of [algorithm]; `lora` has those of [lora], or is
-    None without adapters."""
+    """Keys and values of [trainer]. `algorithm` and `lora` have the keys and values of [algorithm] and [lora]; `lora`
+    is None without adapters."""
     algorithm: dict[str, Any]
     lora: dict[str, Any] | None
     temperature: float
@@ -43,7 +43,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     seed: int
     deterministic: bool | None = None
-    """Whether ranks use deterministic algorithms. None means that they do so only without CUDA."""
+    """Whether ranks use deterministic algorithms. None: only without CUDA."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
@@ -57,7 +57,7 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     """Network interface of `host`, for gloo and NCCL. If empty, gloo and NCCL choose an interface."""
     threads: int = 1
     device_index: int | None = None
-    """Index among the process's visible GPUs. None: the rank modulo the number of these GPUs."""
+    """Index among the process's visible GPUs. None: the rank modulo the number of visible GPUs."""
     scratch: str = ""
     """Directory for the files of published versions. If empty, rank 0 creates a temporary directory."""
 
@@ -73,7 +73,7 @@ class RankSetup(msgspec.Struct, frozen=True, tag="Setup"):
     host: str
     port: int
     timeout_s: float
-    """Timeout of the controller's requests in seconds. The timeout of collectives is derived from it."""
+    """Timeout of the controller's requests in seconds. The timeout of collectives is derived from this number."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="Step"):
@@ -99,14 +99,14 @@ class Restore(msgspec.Struct, frozen=True, tag="Restore"):
 
 
 class UseDevice(msgspec.Struct, frozen=True, tag="UseDevice"):
-    """Request to free the device for an engine, or to return to the device."""
+    """Request to move all tensors from the device to the host, so that an engine can use the device, or back."""
 
     is_awake: bool | None
-    """False: move all tensors to the host. True: move them back to the device. None: only report the memory."""
+    """False: move all tensors to the host. True: move all tensors back to the device. None: only report the memory."""
 
 
 class Describe(msgspec.Struct, frozen=True, tag="Describe"):
-    """Request to describe the current weights. Direct transfers of these weights follow."""
+    """Request to describe the current weights before direct transfers of these weights."""
 
     bucket_bytes: int
     """Maximum bytes of a bucket, unless a tensor is larger."""
@@ -124,7 +124,7 @@ class ConnectReplica(msgspec.Struct, frozen=True, tag="ConnectReplica"):
 
 
 class SendBucket(msgspec.Struct, frozen=True, tag="SendBucket"):
-    """Request to gather a bucket of the current weights. Rank 0 starts to send it to an engine."""
+    """Request to gather a bucket of the current weights. Rank 0 starts to send the bucket to an engine."""
 
     name: str
     index: int
@@ -156,7 +156,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="Stepped"):
 
     version: PolicyVersion
     metrics: dict[str, float]
-    """Metrics of the train step by name; empty from ranks of stages before the last pipeline stage."""
+    """Metrics of the train step by name; only the last pipeline stage sends metrics."""
 
 
 class Published(msgspec.Struct, frozen=True, tag="Published"):
@@ -182,7 +182,7 @@ class Sending(msgspec.Struct, frozen=True, tag="Sending"):
     """Answer to ConnectReplica and SendBucket. Rank 0 sets either `info` or `error`; other ranks set neither."""
 
     info: dict[str, Any]
-    """Argument of the engine's method that receives what rank 0 sends."""
+    """Argument for the engine's method that receives the data from rank 0."""
     error: str = ""
     """Why rank 0 sends nothing. The trainer is unaffected."""
 
@@ -193,7 +193,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, tag="DeviceMemory"):
     held_bytes: int
     """Bytes of weights, gradients and moments on this rank's device."""
     peak_bytes: int | None
-    """Peak bytes of this rank's device memory since its last answer; None on a CPU."""
+    """Peak bytes of this rank's device memory since the previous UseDevice request; None on a CPU."""
 
 
 ToRank = (
@@ -237,7 +237,7 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
 
     A failing rank breaks the collectives of other ranks, so other ranks report errors that are only consequences. A
     UserError, TrainingDiverged or EngineFault therefore takes precedence over an OSError, and an OSError over any other
-    error. Errors of these four classes keep their class; any other error becomes RankLost.
+    error, which becomes RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}
@@ -276,8 +276,8 @@ class Ranks(Protocol):
         """Send a request to all ranks and return their answers in rank order, including Faults.
 
         After one rank's Fault, the other ranks must answer within `FAULT_GRACE_S`, because they may be waiting for the
-        failed rank in a collective. If a rank exits or does not answer in time, all ranks are ended. In this case,
-        raises the error that another rank reported (`error_of`), or else RankLost, which names the rank.
+        failed rank in a collective. If a rank exits or does not answer in time, ends all ranks and raises the error
+        that another rank reported (`error_of`), or else a RankLost that names the rank.
         """
 
     def bring(self, path: str) -> Path:

@@ -27,7 +27,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """`ranks`: the rank of each stage that computes the same rows as this rank. `dtype`: dtype of the hidden
+        """`ranks`: for each stage, the rank that computes the same rows as this rank. `dtype`: dtype of the hidden
         states."""
         self.stage, self.num_stages = stage, len(ranks)
         self.is_last = stage == len(ranks) - 1
@@ -42,10 +42,10 @@ class Pipeline:
     ) -> None:
         """Run the passes of all microbatches. The first `num_trained` microbatches also get a backward pass.
 
-        `shapes`: shape of the hidden states between two stages for each microbatch. `forward` gets the index of a
-        microbatch and the output of the previous stage (None on the first stage). It returns this stage's output, or on
-        the last stage the loss. `backward` gets the index, the result of `forward` and the gradient of this result
-        (None for the loss).
+        `shapes`: for each microbatch, the shape of the hidden states between two stages. `forward` gets the index of a
+        microbatch and the output of the previous stage (None on the first stage), and returns this stage's output (the
+        loss on the last stage). `backward` gets the index of a microbatch, the result of `forward` and the gradient of
+        this result (None for the loss).
         """
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         leaving: Tensor | None = None
@@ -84,7 +84,7 @@ class Pipeline:
     def _exchange(
         self, leaving: Tensor | None, done: Pass | None, following: Pass | None, shapes: Sequence[Shape]
     ) -> Tensor | None:
-        """Send the output of pass `done`, and return the input of pass `following`, or None if it has no input."""
+        """Send the output of pass `done`, and return the input of pass `following` (None if this pass has no input)."""
         operations, arriving = [], None
         to = None if done is None else done.output_to(self.stage, self.num_stages)
         source = None if following is None else following.input_from(self.stage, self.num_stages)

@@ -48,7 +48,7 @@ class RankServer:
         self._stream: VersionStream | None = None
         """The current weights in buckets; None before the first direct transfer."""
         self._described = -1
-        """Number of the version that was described last."""
+        """Number of the version that this rank described last."""
         self._outlet = Outlet()
         """Communicators for direct transfers; only on rank 0."""
         if place.interface:
@@ -61,8 +61,8 @@ class RankServer:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: messages.ToRank) -> messages.FromRank:
-        """Answer a message; for known errors, answer with a Fault. After a failed collective, the rank group cannot
-        continue. Other errors are raised: the rank exits with a traceback, and the transport detects the exit."""
+        """Answer a message. An expected error is answered with a Fault; an unexpected error ends the rank with a
+        traceback, and the transport detects the exit. After a failed collective, the rank group cannot continue."""
         try:
             return self._answer(message)
         except (BatonError, OSError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:
@@ -149,7 +149,7 @@ class RankServer:
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
         # A gloo collective times out before the controller's request: the waiting ranks then answer with a Fault, and
-        # the rank that hangs is known. NCCL ends the waiting process instead, so its timeout is longer.
+        # the rank that hangs is known. NCCL ends a process that waits too long, so the timeout of NCCL is longer.
         timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -161,8 +161,8 @@ class RankServer:
         return device
 
     def _take_turn(self, is_awake: bool | None) -> messages.DeviceMemory:
-        """Sleep if `is_awake` is False, wake up if True, and do neither if None. This is not a collective: the
-        transport waits for the answers of all ranks, so every rank has freed its device before an engine uses it."""
+        """Sleep if `is_awake` is False, wake up if True, and do neither if None. No collective is needed: the transport
+        waits for the answers of all ranks, so all ranks have freed their devices before an engine starts."""
         trainer = self._trained
         peak = trainer.take_peak_bytes()
         if is_awake is not None:
@@ -186,8 +186,8 @@ class RankServer:
         return self._outlet.open(transport, message.name, message.world_size, message.rules)
 
     def _sending(self, begin: Callable[[], dict[str, Any]]) -> messages.Sending:
-        """Start to send on rank 0. An error is reported in the answer and not as a Fault, because the trainer is
-        unaffected."""
+        """On rank 0, return the result of `begin`. An error is reported in `Sending`, not as a Fault, because the
+        trainer is unaffected."""
         if self._place.rank:
             return messages.Sending({})
         try:

@@ -18,7 +18,7 @@ from baton.weights.direct.stream import BUCKET_BYTES
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
-"""Maximum seconds of a request to the ranks (start, step, publication, checkpoint). After this time, all ranks are
+"""Timeout in seconds of a request to the ranks (start, step, publication, checkpoint), after which all ranks are
 ended."""
 
 
@@ -34,12 +34,12 @@ class RankedTrainer(Trainer):
         self._lock_s = 0.0
         """Maximum seconds that a direct transfer waits for the lock, for example during a train step."""
         self._end: BatonError | OSError | None = None
-        """The error with which the ranks have ended."""
+        """The error that ended the ranks."""
         self.backend: Literal["gloo", "nccl"] | None = None
         """How direct transfers send tensors; None if versions are published through a file."""
         self.bucket_bytes = BUCKET_BYTES
         self._peak_bytes: int | None = None
-        """Peak of `DeviceMemory` since the last call of `take_peak_bytes`."""
+        """Largest `DeviceMemory.peak_bytes` since the last call of `take_peak_bytes`."""
         try:
             store = self._ask(messages.Listen(), messages.Listening)[0]
             self._ask(messages.RankSetup(setup, store.host, store.port, timeout_s), messages.Ready)
@@ -58,8 +58,8 @@ class RankedTrainer(Trainer):
         return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them
 
     def sleep(self) -> None:
-        """Move the tensors of all ranks to the host. `publish`, `save` and `restore` still work; they use the device
-        for one tensor at a time."""
+        """Move the tensors of all ranks to the host. `publish`, `save` and `restore` also work during sleep, and use
+        the device for one tensor at a time."""
         self._turn(is_awake=False)
 
     def wake_up(self) -> None:
@@ -84,8 +84,8 @@ class RankedTrainer(Trainer):
 
     def publish(self) -> PublishedWeights:
         """Return the current weights, or the adapter alone, mapped from the file that the first rank has written. If
-        `backend` is set, return only a description of the weights (`RemoteTensors`); until the next step, the ranks can
-        send them."""
+        `backend` is set, return only a description of the weights (`RemoteTensors`); the ranks can send these weights
+        until the next step."""
         if self.backend is not None:
             said = self._ask(messages.Describe(self.bucket_bytes), messages.Described)[0]
             self._version = said.version
@@ -128,8 +128,8 @@ class RankedTrainer(Trainer):
         self._ranks.close()
 
     def _ask(self, message: messages.ToRank, kind: type[Answer], lock_s: float | None = None) -> list[Answer]:
-        """`lock_s`: maximum seconds to wait until no other thread has a request in progress. None means `timeout_s`:
-        the control loop waits at most for one request of a direct transfer."""
+        """`lock_s`: maximum seconds to wait for a request of another thread. None means `timeout_s`, the maximum
+        duration of a request."""
         lock_s = self._timeout_s if lock_s is None else lock_s
         if not self._lock.acquire(timeout=lock_s):
             raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s:g} s")

@@ -7,8 +7,8 @@ Does not import torch.
     stage 1       F0 F1       B0 F2       B1 F3    B2       B3
     stage 2          F0    B0 F1       B1 F2    B2 F3    B3
 
-Before each pass, a stage sends the output of its previous pass and receives the input of the next one, in one exchange
-of at most two messages. Exchanges do not deadlock, even if a sender blocks until the receiver is ready (simulated in
+Before each pass, a stage sends the output of the previous pass and receives the input of this pass, in one exchange of
+at most two messages. Exchanges do not deadlock, even if a sender blocks until the receiver is ready (simulated in
 `tests/trainer/test_schedule.py`).
 """
 
@@ -24,7 +24,7 @@ def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...
     """Return the number of layers of each stage. `stages`: the number of stages, or the number of layers of each stage.
 
     If the layers do not divide equally, the first stages get one layer more, because the last stage also computes the
-    head. Raises UserError if the numbers do not sum to the model's layers, or if a stage would have no layer.
+    head. Raises UserError if the sum is not the model's number of layers, or if a stage would have no layer.
     """
     wanted = stages if isinstance(stages, int) else tuple(stages)
     if isinstance(wanted, int):

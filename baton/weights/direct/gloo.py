@@ -22,7 +22,7 @@ _OPEN = "open"
 
 
 class Rendezvous:
-    """The store through which the sender and the replicas find each other, in the sender's process."""
+    """The TCP store, in the sender's process, through which the sender and the replicas find each other."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         """`host`: the address at which replicas reach this machine."""
@@ -37,12 +37,12 @@ class Rendezvous:
         return {"host": self.host, "port": self._store.port, "name": name, "timeout_s": self._timeout_s}
 
     def join(self, name: str, world_size: int) -> GlooGroup:
-        """Join a communicator as rank 0. Raises RuntimeError if the others do not join in time."""
+        """Join a communicator as rank 0. Raises RuntimeError if the other ranks do not join in time."""
         return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
 
     def close(self, name: str) -> None:
-        """Withdraw a communicator, so that a replica that joins too late, for example because it was suspended, does
-        not wait."""
+        """Withdraw a communicator, so that a late `join_replica` fails at once, for example in a replica that was
+        suspended."""
         _dist.PrefixStore(name, self._store).delete_key(_OPEN)
 
 
@@ -59,7 +59,7 @@ def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGr
 
 
 class GlooGroup:
-    """A process group that is independent of torch's default group. After an error it is unusable."""
+    """A process group that is independent of torch's default group, and unusable after an error."""
 
     def __init__(self, store: Any, rank: int, world_size: int, host: str, timeout_s: float) -> None:
         options = _dist.ProcessGroupGloo._Options()
@@ -78,13 +78,13 @@ class GlooGroup:
         self._group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait(self._limit)
 
     def close(self) -> None:
-        """Close the connections. A pending operation of a peer then fails."""
+        """Close the connections, so that pending operations of peers fail."""
         self._group = None
 
 
 def _own_address(host: str) -> str:
     """Return this machine's address on the route to `host`, without sending anything. By default, gloo uses the address
-    of this machine's host name, which other machines may not reach."""
+    of this machine's host name, which may be unreachable for other machines."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

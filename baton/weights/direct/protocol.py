@@ -4,15 +4,15 @@
                 ▲                               │          │         │
                 └────── after a delay ◀── CloseGroup ◀── Failed, or a deadline has passed
 
-A replica is one engine, on one or more devices. It has its own communicator, and each of its phases has a deadline, so
-a dead, stopped or slow replica does not delay others. After a failure, a communicator is never used again: `generation`
-numbers the communicators, and events of an older communicator have no effect.
+A replica is one engine, on one or more devices. Each replica has its own communicator and a deadline for each phase, so
+a dead, stopped or slow replica does not delay other replicas. After a failure, a communicator is never used again:
+`generation` numbers the communicators, and events of an older communicator have no effect.
 
-A replica overwrites its weights in place. From `announce` to the end of `commit` it therefore has no complete version
-and generates nothing. After a failure it generates nothing until it has received a complete version.
+A replica overwrites its weights in place, so it generates nothing from `announce` to the end of `commit`. After a
+failure, a replica generates nothing until it has received a complete version.
 
-A replica that serves a version when the next one is announced may receive only the difference from the version that it
-serves (`RunPhase.base`). All other replicas receive the whole version.
+If a replica serves a version when the next version is announced, it may receive only the difference from the served
+version (`RunPhase.base`). All other replicas receive the whole version.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Offered(TimedEvent, frozen=True):
 
 
 class Withdrawn(TimedEvent, frozen=True):
-    """The trainer no longer offers a version. A replica that is idle or joins waits for the next offered version."""
+    """The trainer no longer offers a version. Idle replicas and new replicas wait for the next offered version."""
 
 
 class PhaseDone(TimedEvent, frozen=True):
@@ -127,7 +127,7 @@ class DirectRules(msgspec.Struct, frozen=True):
     longest_wait_s: float = 30.0
 
     def of_phase(self, phase: Phase) -> float:
-        """Return the time limit of a phase in seconds. For `stream`, it is the maximum time without progress."""
+        """Return the time limit of a phase in seconds (for `stream`, the maximum time without progress)."""
         limits = {"connect": self.connect_s, "announce": self.announce_s, "stream": self.stall_s}
         return limits.get(phase, self.commit_s)
 
@@ -146,8 +146,8 @@ class ReplicaState:
     base: PolicyVersion | None = None
     """The version that the replica served before `sending`; None if its weights were incomplete."""
     deadline_s: float | None = None
-    """Time at which the running phase counts as failed. Between a failure and the next attempt: the time of this
-    attempt."""
+    """Time at which the running phase counts as failed. Between a failure and the next attempt, the time at which this
+    attempt starts."""
     failures: int = 0
     """Number of consecutive failures."""
     last_cause: str = ""

@@ -6,7 +6,7 @@
 The ranks gather one bucket at a time, so no process holds a whole version. The control process decides everything
 (`protocol.py`), and calls the methods of a replica with the descriptions that rank 0 returns. Rank 0 uses the same
 communicators as a trainer of a single process. Rank 0 cannot call the methods of a replica, so `_Recorder` records
-these calls, and rank 0 returns them to the control process, which makes them.
+these calls, rank 0 returns the records, and the control process makes the calls.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def described(tensors: Mapping[str, tuple[str, tuple[int, ...]]], bucket_bytes: 
 
 
 class RemoteVersion:
-    """A version as a sequence of buckets, which the ranks gather when they are sent."""
+    """A version as a sequence of buckets, each of which the ranks gather when it is sent."""
 
     def __init__(self, tensors: RemoteTensors, version: PolicyVersion) -> None:
         self.version, count = version, len(tensors.bucket_bytes)
@@ -116,7 +116,7 @@ class RemoteCommunicator:
 
 
 class _Recorder:
-    """The `ReplicaLink` of communicators on rank 0. It only records calls; the control process then makes them."""
+    """The `ReplicaLink` of communicators on rank 0: records calls, which the control process then makes."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -126,7 +126,7 @@ class _Recorder:
         self.calls.put(info)
 
     def take(self, future: Future[Any], timeout_s: float) -> dict[str, Any]:
-        """Wait for the next call that the thread of `future` records, and return it. Raises the error of this
+        """Wait for the next call that the thread of `future` records, and return the argument. Raises the error of the
         thread."""
         left_s = time_left(timeout_s)
         while (left := left_s()) > 0:
@@ -170,7 +170,7 @@ class Outlet:
         return link.take(self._sending[name], rules.stall_s)
 
     def close(self, name: str) -> None:
-        """Abort a communicator, also one that is being built."""
+        """Abort a communicator, even if it is still being built."""
         self._sending.pop(name, None)
         if name in self._open:
             _, group, _ = self._open.pop(name)

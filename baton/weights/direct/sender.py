@@ -6,8 +6,8 @@
 | one per phase    | a `RunPhase`      | `PhaseDone`         | the replica and its communicator | its deadlines       |
 | timer            |                   | `DeadlinePassed`    | the next deadline               | time                |
 
-The thread of a phase may hang, for example in a driver. The phase's deadline then ends the phase, and the thread and
-its communicator are abandoned.
+If the thread of a phase hangs, for example in a driver, the phase ends at its deadline, and the thread and its
+communicator are abandoned.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ReplicaLink(Protocol):
     def call(self, method: str, info: Any, timeout_s: float) -> None:
         """Call a method on all devices of the replica and wait until it returns. Raises BatonError. Methods:
         `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update` of vLLM, and
-        Baton's `abort_transfer`, which ends a transfer that was left unfinished."""
+        Baton's `abort_transfer`, which ends an unfinished transfer."""
 
 
 class Communicator(Protocol):
-    """A connection to one replica, over which tensors are sent. After an error it is unusable."""
+    """A connection to one replica, over which tensors are sent; unusable after an error."""
 
     def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
         """Send a version's buckets; return when the replica has loaded and checked them."""
@@ -85,7 +85,7 @@ class DirectSender:
         self._is_closed = False
 
     def join(self, replica: str, link: ReplicaLink) -> None:
-        """Add a new or restarted replica. It receives the last offered version."""
+        """Add a new or restarted replica, which receives the last offered version."""
         with self._changed:
             self._links[replica] = link
             self._handle(direct.Joined(self._clock(), replica))
@@ -107,8 +107,8 @@ class DirectSender:
             self._handle(direct.Offered(self._clock(), version))
 
     def withdraw(self) -> None:
-        """End the offer of the last version. Replicas that have begun to receive it continue; others wait for the next
-        version."""
+        """End the offer of the last version. Replicas that are receiving this version continue; other replicas wait for
+        the next version."""
         with self._changed:
             used = {state.sending for state in self._sync.replicas.values()}
             self._versions = {version: sent for version, sent in self._versions.items() if version in used}
@@ -153,7 +153,7 @@ class DirectSender:
             return None if state is None else state.has
 
     def cause(self, replica: str) -> str:
-        """Return the cause of a replica's last failure; empty if it has served a version since."""
+        """Return the cause of a replica's last failure; empty if the replica has served a version since."""
         with self._changed:
             state = self._sync.replicas.get(replica)
             return "" if state is None else state.last_cause
@@ -195,7 +195,7 @@ class DirectSender:
         self._changed.notify_all()
 
     def _run_phase(self, command: direct.RunPhase) -> None:
-        """Run a phase in a thread of its own and report its end."""
+        """Run a phase and report its end (in a thread of its own)."""
         replica, generation, phase = command.replica, command.generation, command.phase
         try:
             self._do(command)

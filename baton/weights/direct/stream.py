@@ -3,11 +3,11 @@
     tensors ─▶ OutgoingVersion ─▶ bucket 0 │ bucket 1 │ … ─▶ communicator ─▶ IncomingVersion ─▶ the model's own loader
 
 Tensors have the names, shapes and dtypes of a model file: an engine fuses, shards or packs them after it has received
-them. A checksum covers a tensor as it arrives at the loader, on any device. Checksums detect errors of transport and
-order, but not forgery: direct transfers are for machines that trust each other.
+them. A checksum is computed from a tensor as the loader receives it, on any device. Checksums detect errors of
+transport and order, but not forgery: direct transfers are for machines that trust each other.
 
 A **difference** has only the elements that changed since another version, the base: flat indices and new values for
-each tensor, or the whole tensor where that is shorter. The loader receives a tensor that is NaN at all other elements
+each tensor, or the whole tensor if that is shorter. The loader receives NaN at unchanged elements
 (`load_checkpoint_weight_patches` of vLLM), so the checksum covers indices, values and shape. Only a replica that holds
 the complete base accepts a difference.
 """
@@ -30,7 +30,7 @@ BUCKET_BYTES: Final = 256 * 2**20
 BUCKET_TENSORS: Final = 512
 """Maximum number of tensors per bucket, which bounds the size of a bucket's description (`Bucket.info`)."""
 NUM_CHANGED: Final = "num_updates_list"
-"""Key of a description, with vLLM's name: number of changed elements of each tensor. Absent for whole tensors."""
+"""Key of a bucket's description (vLLM's name): number of changed elements of each tensor. Absent for whole tensors."""
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
@@ -43,16 +43,16 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
 
-    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. The checksum always changes if one word changes. It also
-    changes if two different words are exchanged, if words have at most 4 bytes and the two are less than 2^31 words
-    apart.
+    The checksum is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word always changes the checksum.
+    An exchange of two different words changes the checksum if words have at most 4 bytes and the distance is below 2^31
+    words.
     """
     words, size = _words(tensor), _piece_words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = torch.arange(min(size, words.numel()), dtype=torch.int64, device=tensor.device).mul_(2).add_(1).mul_(_ODD)
     for begin in range(0, words.numel(), size):
         piece = words[begin : begin + size].to(torch.int64)
-        # the weights of this piece are those of the first one plus 2 · begin · c
+        # `weights` of this piece are those of the first piece plus 2 · begin · c
         total += piece.sum() * (2 * begin) * _ODD + (piece * weights[: piece.numel()]).sum()
     return total
 
@@ -93,7 +93,7 @@ class Bucket:
     """The tensors in the order in which they are sent. A difference has two tensors for each changed tensor: indices
     and values."""
     info: Mapping[str, Any]
-    """Description: plain values, with the names that vLLM's transfer engines use."""
+    """Description of the bucket: plain values, with the names that vLLM's transfer engines use."""
     remote_bytes: int = 0
     """Size in bytes if another process holds the bucket's tensors; `tensors` is then empty."""
 
@@ -124,7 +124,7 @@ class OutgoingVersion:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`base`: the version relative to which the difference is computed. The caller can free it after this call."""
+        """`base`: the version relative to which the difference is computed; may be freed after this call."""
         self.tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self.version, self._bucket_bytes = version, bucket_bytes
         self._base = None if base is None else base.version
@@ -143,8 +143,7 @@ class OutgoingVersion:
         return self._bucketed([_whole_part(name, tensor) for name, tensor in self.tensors.items()], None)
 
     def _compare(self, base: Mapping[str, torch.Tensor]) -> tuple[Bucket, ...]:
-        """Return the buckets of the difference; no buckets if the versions have tensors of different names, shapes or
-        dtypes."""
+        """Return the buckets of the difference; no buckets if names, shapes or dtypes of the tensors differ."""
 
         def form(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
             return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
@@ -152,7 +151,7 @@ class OutgoingVersion:
         if not self.tensors or form(base) != form(self.tensors):
             return ()
         parts = [_part(name, base[name], tensor) for name, tensor in self.tensors.items()]
-        # a transfer has at least one tensor
+        # a transfer needs a tensor, even if no element has changed
         smallest = min(self.tensors.items(), key=lambda item: item[1].nbytes)
         return self._bucketed([part for part in parts if part.changed != 0] or [_whole_part(*smallest)], self._base)
 
@@ -205,11 +204,10 @@ def _whole_part(name: str, tensor: torch.Tensor) -> _Part:
 
 
 def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
-    """Return the new tensor, or its changed elements if these have fewer bytes. The old tensor has the same shape and
+    """Return the new tensor, or its changed elements if these have fewer bytes. Both tensors have the same shape and
     dtype.
 
-    The new tensor is sent if changed elements cannot represent the change: a new value is NaN, the dtype has no NaN, or
-    an index exceeds int32.
+    The new tensor is also sent if a new value is NaN, the dtype has no NaN, or an index exceeds int32.
     """
     if not new.is_floating_point() or new.numel() > 2**31 - 1:
         return _whole_part(name, new)
@@ -261,12 +259,12 @@ class IncomingVersion:
         self._next, self._count, self._expected = 0, None, {}
 
     def abandon(self) -> None:
-        """End a transfer that failed. The replica then holds no complete version."""
+        """End a transfer that failed. Afterwards, the replica holds no complete version."""
         self._next = self._holds = None
 
     def expect(self, names: Sequence[str], bucket: Mapping[str, Any]) -> None:
-        """Start a bucket. Raises WeightsFault unless it is the next bucket, and belongs to a whole version or to a
-        difference from the version that the replica held."""
+        """Start a bucket. Raises WeightsFault unless this bucket is the next one of a whole version, or of a difference
+        from the version that the replica held."""
         index, count, sums = bucket["index"], bucket["count"], bucket["checksums"]
         if self._next is None:
             raise self._fault(f"got bucket {index}, but no transfer is running")
