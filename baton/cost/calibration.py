@@ -21,8 +21,8 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""Key of an efficiency that is a share of the GPU's peak performance → (attribute of `Gpu` with the peak, SI units per
-unit of `achieved.toml`, name of the unit of `achieved.toml`)."""
+"""For each efficiency that is a share of the GPU's peak: the attribute of `Gpu` that has the peak; the factor from the
+unit in `achieved.toml` to the SI unit; the name of the unit in `achieved.toml`."""
 
 
 class AchievedSettings(Settings):
@@ -30,13 +30,13 @@ class AchievedSettings(Settings):
 
     value: float
     """The value that plans use. In the section [default], an efficiency that `PEAKS` lists is a share of the GPU's
-    peak. In the section of a GPU type, it is a rate in the unit of `PEAKS`, such as TFLOP/s."""
+    peak. In the section of a GPU type, such an efficiency is a rate in the unit of `PEAKS`, for example TFLOP/s."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
     """`derived`: computed from measurements of other models or GPU types."""
     source: str
-    """Publication, and table or figure of the publication."""
+    """The publication, and its table or figure with the value."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -51,12 +51,12 @@ class Parameter(msgspec.Struct, frozen=True):
     origin: str
     source: str
     peak: float = 1.0
-    """Peak performance in the catalogue's unit, of which the value is a share. 1 if the value is not a share."""
+    """The GPU's peak performance in the catalogue's unit, if the value is a share of the peak; otherwise 1."""
     unit: str = ""
 
     @property
     def worst(self) -> float:
-        """The end of the range with which plans predict longer times."""
+        """The end of the range that gives longer predicted times."""
         return self.high if self.key.endswith("_s") else self.low
 
     @property
@@ -79,7 +79,7 @@ class GpuCalibration(msgspec.Struct, frozen=True):
     parameters: tuple[Parameter, ...]
     """Parameters of all GPU types, then those of single GPU types, which take precedence."""
     own: Efficiencies
-    """A user's measurements, without ranges. They replace the parameters of the GPU types that they name."""
+    """A user's measurements, without ranges. The measurements of a GPU type replace all parameters of this type."""
 
     def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
         """Return the efficiencies with the value that `pick` selects for each parameter. A CPU gets the default of
@@ -104,11 +104,11 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
 
 
 def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
-    """Return the calibration of the catalogue's GPU types and of `extra`, the GPUs of a cluster or of rental offers,
-    which may have other peaks.
+    """Return the calibration of the catalogue's GPU types and of `extra`, the GPUs of a cluster or of rental offers. A
+    GPU of `extra` replaces the catalogue's GPU of the same name, because its peaks may differ.
 
-    For GPU types that `own` names, no published values are used. For the others, the keys in the section [default] of
-    `own` replace the published values.
+    For GPU types that `own` names, no published values are used. For other GPU types, the keys in the section [default]
+    of `own` replace the published values.
     """
     known = {**gpu_types(), **{gpu.name: gpu for gpu in extra}}
     given = own.build() if own is not None else Efficiencies()

@@ -1,5 +1,5 @@
-"""Efficiencies: the share of its peak performance that a GPU reaches in each phase. The values are defaults, whose
-sources are named here, or come from a calibration file."""
+"""Efficiencies: the share of its peak performance that a GPU reaches in each phase. A calibration file replaces the
+defaults of this module."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from baton.settings import Settings
 
 
 def most_share(gpu: str) -> float:
-    """Return the largest share of the catalogue's peak that a GPU type can reach. For CPU cores, this is above 1,
+    """Return the largest share of the catalogue's peak that a GPU type can reach. For CPU cores, this share exceeds 1,
     because the catalogue states their peak without matrix instructions."""
     return 100.0 if gpu == "CPU" else 1.0
 
 
 class Efficiency(Settings):
-    """The efficiency of one GPU type: a section of a calibration file. Shares refer to the catalogue's peaks."""
+    """The efficiency of one GPU type: a section of a calibration file. Shares are relative to the peaks of the
+    catalogue."""
 
     train: float = Field(default=0.4, gt=0)
     """Achieved share of peak FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Factor by which a train step is slower while engines run on the same machine's cores, in addition to the slowdown
-    because the trainer has fewer cores."""
+    """Factor by which a train step takes longer while engines use cores of the same machine. The effect of the
+    trainer's smaller number of cores is not included."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Factor by which engines are slower while the trainer runs on the same machine's cores, in addition to the
-    slowdown because the engines have fewer cores."""
+    """Factor by which engines take longer while the trainer uses cores of the same machine. The effect of the engines'
+    smaller number of cores is not included."""
     prefill: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
@@ -46,8 +47,8 @@ class Efficiency(Settings):
     trajectory_overhead_s: float = Field(default=0.0, ge=0)
     """Engine time per trajectory in addition to prefill and decode: slot allocation, reports and messages."""
     handover_s: float = Field(default=0.0, ge=0)
-    """Time from the report of a finished trajectory until the engine receives the next one. Meanwhile, a slot of the
-    engine is empty. 0 for an engine that has a queue of further trajectories."""
+    """Time from the report of a finished trajectory until the engine receives the next trajectory for the empty slot. 0
+    for an engine that has a queue of further trajectories."""
     rollout: float = Field(default=1.0, gt=0, le=1)
     """Mean speed of an engine over a whole rollout, divided by its speed with full slots. Interruptions, unequal load
     and waiting make this value less than 1."""
@@ -61,14 +62,14 @@ class Efficiency(Settings):
     train_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one train step, independent of the batch."""
     cycle_overhead_s: float = Field(default=0.0, ge=0)
-    """Time of a train step outside generation, scoring, training and publication, such as the time for journal and
-    metrics."""
+    """Time per train step that is not spent on generation, scoring, training or publication, but for example on the
+    journal and metrics."""
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
-    """Memory of a trainer process on a CPU without its tensors, in 10^9 bytes. Predictions of a run use this value;
+    """Memory, in 10^9 bytes, of a trainer process on a CPU, excluding its tensors. Predictions of a run use this value;
     plans do not."""
     reward_model_s: float = Field(default=0.0, ge=0)
-    """Seconds that each process of the reward model scores in a train step, divided by the number of trajectories of
-    the batch. 0 if no reward model was measured. Predictions of a run use this value; plans do not."""
+    """Time in seconds that each process of the reward model spends on a batch, divided by the batch's number of
+    trajectories. 0 if no reward model was measured. Predictions of a run use this value; plans do not."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)

@@ -17,7 +17,7 @@ from baton.specs.workload import Workload, constant
 
 ROUNDS = 400
 LEAST = 1e-6
-"""Smallest share that a fit may give; `most_share` is the largest."""
+"""Smallest value that a fit may give; `most_share` gives the largest."""
 BACKWARD = 0.5, 10.0
 """Range of the fitted `backward`."""
 
@@ -159,7 +159,7 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
     """Minimise `error` by coordinate descent. Each value is multiplied or divided by a factor. The factor is reduced
-    when no change of a value lowers the error. `most`: largest value of a key."""
+    when no change of a value lowers the error. `most`: upper limit of each value."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

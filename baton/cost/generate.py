@@ -25,9 +25,8 @@ from baton.specs.workload import Workload
 DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
 CLASS_VALUES = 2**16
-"""On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. This constant is
-the cost of one more class, about 30 µs per layer, as a number of elements of keys: attention reads this number of
-elements in the same time."""
+"""On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. Each additional
+class costs about 30 µs per layer. This constant is the number of key elements that attention reads in this time."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -59,7 +58,7 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     """Generation time lost per train step. With overlap: the time to prefill running trajectories under the new
     version. Without overlap: the loss at the end of a batch, when few trajectories still run."""
     memory_bytes: float
-    """Memory used on one GPU of the replica: the one that needs the most."""
+    """The largest memory use of any GPU of the replica."""
 
     @property
     def num_gpus(self) -> int:
@@ -117,7 +116,8 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Return the time of a decode step of `batch` trajectories. Each stage processes `batch / pp` of them at a time."""
+    """Return the time of a decode step of `batch` trajectories. A stage processes `batch / pp` trajectories at a
+    time."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)
@@ -183,9 +183,10 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:
     """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
-    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, a
+    In a paged cache, a trajectory reads its own context. In a fixed cache, all slots are rows of one tensor, and a
     trajectory reads as many positions as the longest running trajectory of its length class has. With L the length of a
-    response, a trajectory is at a random time beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
+    response, the probability that a running trajectory is beyond position x at a random time is ∫_x^∞ P(L > y) dy /
+    E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
@@ -198,8 +199,8 @@ def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, ba
 
 
 def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
-    """Return the cost of one more length class, given as the number of positions that attention reads in this time.
-    Infinity on a GPU, because only engines on a CPU have length classes."""
+    """Return the cost of one more length class, expressed as the number of positions that attention reads in the same
+    time. Infinity on a GPU, because only engines on a CPU have length classes."""
     return 2 * CLASS_VALUES / model.kv_values_per_token if place.gpu.name == "CPU" else math.inf
 
 
@@ -207,8 +208,8 @@ def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], c
     """Return the mean number of positions that a row of a fixed cache reads, plus the cost of the length classes per
     row.
 
-    The rows are divided into one to three classes so that the sum is minimal. `length_N`: ascending lengths that may
-    end a class. `rows_N`: number of rows up to each length.
+    The rows are divided into one to three classes so that the returned number is minimal. `length_N`: ascending
+    lengths, each a possible maximum of a class. `rows_N`: number of rows up to each length.
     """
     last = len(length_N) - 1
     if math.isinf(class_cost):

@@ -11,12 +11,12 @@ A trainer rank passes through phases. Each phase holds the state and some workin
     update    state and one tensor's new moments in float32, if moments are stored in 8 bits
     publish   state and a copy of the weights, if this process publishes versions
 
-A checkpoint is written tensor by tensor, so it is not a phase.
+Writing a checkpoint is not a phase, because one tensor is written at a time.
 
-With several ranks, FSDP shards the state, and gathers one block while it fetches the next. The byte counts of tensors
-follow from the code of the trainer and of Qwen3 in transformers; `benchmarks/memory` compares the counts with
-measurements. Memory outside of tensors is assumed, and marked by `Term.is_assumed`. All functions take numbers, or
-numpy arrays of equal length.
+With several ranks, FSDP shards the state, and gathers the next block while the current block is computed. The byte
+counts of tensors follow from the code of the trainer and of Qwen3 in transformers; `benchmarks/memory` compares the
+counts with measurements. Memory outside of tensors is an assumption, which `Term.is_assumed` marks. All functions take
+numbers, or numpy arrays of equal length.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class RankShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank trains. An array has one value per candidate of a search."""
+    """How a rank trains. Array fields have one value per candidate of the planner's search."""
 
     tokens: Array
     """Tokens of a microbatch on this rank."""
@@ -125,7 +125,7 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     replayed_tokens: Array = 0.0
     """Number of tokens of a rank's batch whose experts are replayed in all passes; 0 without `trainer.moe_replay`."""
     reported_tokens: float = 0.0
-    """Number of tokens of a batch whose experts the engine reported."""
+    """Number of tokens of a batch for which the engine reported the selected experts."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,9 +160,10 @@ def adapter_params(model: ModelSpec, rank: int) -> float:
 
 
 def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
-    """Return, for one token, the bytes that a block saves for its backward pass and the bytes of its gradients.
+    """Return the bytes per token that a block saves for its backward pass, and the bytes per token of the gradients of
+    the block's activations.
 
-    With H the hidden size, and if FSDP gathers weights in bfloat16, a norm saves its float32 input (4 H bytes), the
+    Let H be the hidden size. If FSDP gathers weights in bfloat16, a norm saves its float32 input (4 H bytes), the
     normalised input (2 H) and its output (2 H). For each element of the queries, attention saves the float32 input of
     the norm (4 bytes), the normalised element, the rotated element and the output (2 each). For each element of its
     width, the MLP saves gate, activation, up-projection and product (2 each). Under autocast, the residual stream is
@@ -231,7 +232,7 @@ def rank_phases(
     gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / _table_split(how)
     float32_factor = 4 * head * (how.float32_head and how.on_cpu and wide == 2)
-    # ids of four bytes, for the policy's tokens and for all positions of a padded pass
+    # four bytes per id, in two copies: for the policy's tokens, and for all positions of a padded pass
     masks = (Term("sampling masks", last * tokens * how.max_kept * 2 * 4.0),) if how.max_kept else ()
     pieces = Term("logits", last * (logits * (LOGIT_BYTES if wide == 2 else 8.0) + float32_factor))
     # autocast keeps a copy of each float32 weight until the forward pass ends
@@ -243,16 +244,16 @@ def rank_phases(
     product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or a cast of its sum to the gathered dtype
     head_work = last * (trains_all * (4 * head + product) + (cast + apart * wide) * head + wide * tokens * model.hidden)
     of_head = Term("head and its gradient", head_work + is_sharded * wide * layer)
-    # one gradient is reduced in float32 while the next is computed: first that of the head, then that of each block
+    # the gradient of the head, then that of each block, is reduced in float32 while the next gradient is computed
     reduced = np.maximum(apart * last * 4 * head, is_sharded * layer * (4 + 4 / shards))
     blocks = is_sharded * layer * 2 * wide + trains_all * reduced + cast * layer
     # the gradient of a tied head is kept until the embedding's gradient is computed
     waiting = trains_all * last * head * np.where(is_sharded > 0, tied * wide, 4.0 * model.is_tied * first)
     blocks = blocks + waiting + tokens * (saved * how.recomputes + gradients)
-    # gathered tables are freed before their gradients are copied to float32
+    # the gathered embedding and head are freed before their gradients are copied to float32
     alone = (1 - is_sharded) * (waiting + 4 * head * first)
     of_tables = trains_all * (tied * 4 * tables + apart * first * (4 + wide + 4 / shards) * head + alone)
-    # in the head's backward pass, saved tensors of the blocks refer to copies of weights, unless blocks are recomputed
+    # without recomputation, the tensors that blocks save keep copies of weights alive in the head's backward pass
     between = () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
     # the activations of the last norm are freed before the blocks' backward pass
     block_activations = Term(kept.name, 0.0, kept.per_layer)
@@ -314,8 +315,8 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
 
 def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Term, ...]:
     """Return the memory of a reward model that scores a batch of `tokens` tokens, including padding. The working memory
-    is that of one block: input and float32 norm, and the larger of the feed-forward products and of attention's
-    queries, keys, values and output."""
+    is that of one block: the input, the norm in float32, and the larger of two sets of tensors: the products of the
+    feed-forward part, or attention's queries, keys, values and output."""
     attention = 2 * model.num_heads * model.head_dim + model.kv_values_per_token
     feed_forward = model.active_ffn_params / model.hidden
     block = value_bytes * (2 * model.hidden + max(attention, feed_forward)) + 8 * model.hidden

@@ -25,13 +25,13 @@ class ScoringCost(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that are scored at the same time."""
     latency_s: float = 0.0
-    """Time from the start to the end of the scoring of one trajectory, while other trajectories are scored too. 0 for a
-    classifier, whose latency is `trajectory_s`."""
+    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier, whose latency is
+    `trajectory_s`."""
 
 
 def scoring_cost(model: ModelSpec, work: Workload, place: DeviceClass) -> ScoringCost:
-    """Return the cost of a reward model. It computes in bfloat16 on a GPU, and in float32 and without batches on a CPU.
-    The tokens of a prompt template are not included."""
+    """Return the cost of a reward model. The model computes in bfloat16 on a GPU and in float32 on a CPU. On a CPU, a
+    classifier scores one trajectory at a time. The cost excludes the tokens of a prompt template."""
     if work.reward_reply_tokens:
         return _generative_cost(model, work, place)
     on_cpu, efficiency = place.gpu.name == "CPU", place.efficiency

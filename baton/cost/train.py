@@ -1,13 +1,13 @@
-"""The time of a train step on a pipeline of stages (FLOPs, pipeline bubble, communication, optimiser), and of
-publication. `memory.py` computes the memory of a train step.
+"""The time of a train step on a pipeline of stages (FLOPs, pipeline bubble, communication, optimiser), and the time of
+publication.
 
 Each stage s has a GPU type, a data-parallel width dp and a tensor-parallel width tp. With M microbatches per update and
-S stages, a step takes
+S stages, a step under a 1F1B schedule takes
 
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
-under a 1F1B schedule, which is as fast as its slowest stage. On each data-parallel rank, a microbatch has as many
-tokens as the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` tokens if this is more.
+The pipeline is as fast as its slowest stage. On each data-parallel rank, a microbatch has as many tokens as the longest
+trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` tokens if this is more.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
@@ -35,11 +35,11 @@ GRADIENT_BYTES = 6.0
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Coefficients of a stage's time, which is linear in the stage's number of layers, and `rank`, which determines the
+    """Coefficients of a stage's time, which is linear in the stage's number of layers. The field `rank` determines the
     stage's memory. Arrays have one value per candidate of a search."""
 
     per_layer_s: Array
-    """Time per layer for the whole batch: compute and tensor-parallel sums."""
+    """Time per layer for the whole batch: compute and the all-reduces of tensor parallelism."""
     head_s: Array
     boundary_tokens_bytes: Array
     """Bytes that each node of the stage sends to the next stage per train step."""
@@ -81,7 +81,7 @@ def microbatches(work: Workload, dp: Array) -> Array:
 
 def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
     """Return the number of microbatches whose activations the first of `depth` stages keeps at the same time. For
-    Baton's trainer, this is an upper bound, computed as if all trajectories were as long as the longest."""
+    Baton's trainer, this number is an upper bound, which assumes that all trajectories are as long as the longest."""
     if work.trainer == "idealised":
         return np.minimum(depth, microbatches(work, dp))
     most_tokens = work.num_trajectories * work.longest_tokens / work.minibatches / np.asarray(dp)
@@ -89,8 +89,8 @@ def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
 
 
 def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> RankShape:
-    """Return `rank` with the fields that depend on the number of stages (`depth`) and on the number of GPUs of a stage.
-    If the trainer has only one rank, this rank also publishes versions."""
+    """Return `rank` after setting the fields that depend on the number of stages (`depth`) and on the number of GPUs of
+    a stage. If the trainer has only one rank, this rank also publishes versions."""
     if work.trainer == "idealised":
         return rank
     published = np.where((np.asarray(depth) == 1) & (np.asarray(num_gpus) == 1), work.weight_bytes, 0.0)
@@ -139,7 +139,7 @@ def mixed_terms(
     two machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
     shares = row_shares(work, rank_speeds(work, places), counts)
     ranks = np.sum(counts, axis=0)
-    # even a stage with few ranks is on several machines
+    # a mixed stage is on several machines, even if it has few ranks
     inside = work.shard_size or 0.5
     found = []
     for place, own in zip(places, shares, strict=True):
@@ -161,13 +161,13 @@ def stage_terms(
     by default, each rank gets equally many trajectories.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer.
-    Each of its tensor-parallel ranks computes the whole head. With `work.shard_size`, weights are gathered only among
-    this number of ranks, which share a copy of the model, and gradients are also summed over the copies. The idealised
-    trainer gathers weights once per update.
+    Each tensor-parallel rank of Baton's trainer computes the whole head. With `work.shard_size`, this number of ranks
+    share a copy of the model: weights are gathered within a copy, and gradients are also summed over the copies. The
+    idealised trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
-    # some ranks have one trajectory more than others, and all wait for these
+    # all ranks wait for those that have one trajectory more than the others
     share = np.ceil(work.num_trajectories / dp) / work.num_trajectories if shares is None else shares.own
     flop_s = share / (tp * gpu.flops * eff.train)
     passes = forward_passes(work, eff.backward)
@@ -211,8 +211,8 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. Embedding and head count as the number of layers that have as
-    many parameters."""
+    """Return the gradient or optimiser time of a stage. Embedding and head count as the number of layers with the same
+    number of parameters."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 
@@ -227,7 +227,7 @@ def publish_s(
     """Return the time until the engines of each pool have all weights, [..., pools].
 
     `shares` [..., pools]: share of the weights that each pool trains. `bytes_per_s` [from, to]: bandwidth of
-    publication. `latency_s` [pools]: fixed time of a publication from a pool. The parts from different pools are sent
+    publication. `latency_s` [pools]: fixed time of a publication from a pool. The pools send their parts of the weights
     one after the other. Engines forward weights while they receive them, so the time does not depend on the number of
     engines.
     """

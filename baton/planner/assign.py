@@ -48,8 +48,8 @@ def seat(
     """Assign GPUs to every training group and replica; if `row` is None, only to replicas.
 
     Large groups are placed first, so that all groups fit. Each stage is placed on as few nodes as possible, and
-    replicas on nodes with few free GPUs. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they
-    keep if possible.
+    replicas on nodes with few free GPUs. `prefer`: current role (`train` or `rollout`) of GPUs, which is kept if
+    possible.
     """
     table, pools = problem.table, problem.pools
     staged: dict[tuple[int, int], list[tuple[str, ...]]] = {}

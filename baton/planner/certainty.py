@@ -2,8 +2,8 @@
 types train.
 
 In the cost model, a lower efficiency or a higher overhead makes times longer or leaves them equal. The throughput of
-every plan is therefore lowest under the calibration in which each parameter has the worst value of its range. The best
-plan under this calibration is the plan with the highest worst-case throughput.
+every plan is therefore lowest under the calibration in which each parameter has the worst value of its range. Under
+this worst-case calibration, the best plan is the plan with the highest worst-case throughput.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Certainty(msgspec.Struct, frozen=True):
     calibrated values, the best values of all ranges."""
     trains: tuple[str, ...]
     change: TrainerChange | None
-    """The parameter whose value must be multiplied or divided by the smallest factor until other GPU types train. None
-    if no single parameter can change the GPU types that train within its range."""
+    """The parameter that needs the smallest change (as a factor) until other GPU types train. None if no single
+    parameter, within its range, changes the GPU types that train."""
     tried: int
     """Number of parameters that were set to the ends of their ranges. The time limit can end the search early."""
     num_parameters: int
@@ -146,8 +146,8 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 def _nearest(
     inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter that must change by the smallest factor until other GPU types train in the best plan, and
-    the number of parameters that were tried."""
+    """Return the parameter that needs the smallest change (as a factor) until other GPU types train in the best plan.
+    Also return the number of parameters that were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None
@@ -158,7 +158,7 @@ def _nearest(
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
         return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
 
-    # the user's plan may train on other types than this one: `replan` moves few GPUs, or its search ran longer
+    # the user's plan may train on other GPU types than `now`: `replan` moves few GPUs, or its search ran longer
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if is_late():

@@ -2,8 +2,8 @@
 
 In each step, all GPUs first generate; then the GPUs of the training shape train. On a GPU, the trainer's state (weights
 and optimiser moments) is in host memory while engines generate, so each step moves the state out and back. On a CPU,
-the state stays in memory, which leaves less memory for the KV cache. A sleeping process keeps a part of the GPU's
-memory (`_with_sleepers`).
+the trainer's state stays in memory, which leaves less memory for the KV cache. A sleeping process keeps a part of the
+GPU's memory (`_with_sleepers`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
 
 
 def _with_sleepers(inputs: Inputs) -> Cluster:
-    """Return the cluster with less memory on each GPU: without the bytes that a sleeping vLLM is assumed to keep. A
-    sleeping trainer keeps only its CUDA context, which is smaller, so engines also fit beside the trainer."""
+    """Return the cluster after subtracting, from each GPU's memory, the bytes that a sleeping vLLM is assumed to keep.
+    A sleeping trainer keeps only its CUDA context, which needs fewer bytes, so engines also fit beside the trainer."""
     nodes = []
     for node in inputs.cluster.nodes:
         kept = 0.0 if node.gpu.name == "CPU" else SLEEPING_VLLM_BYTES
@@ -89,7 +89,7 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
 
 
 def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
-    """Return the fastest replicas that fit on all GPUs beside the trainer's state (`kept` bytes on each GPU), and the
+    """Return the fastest replicas that fit into memory beside the trainer's state (`kept` bytes on each GPU), and the
     time to publish weights to these replicas."""
     pools = problem.pools.pools
     columns = tuple(

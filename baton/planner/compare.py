@@ -51,7 +51,7 @@ def alternatives(inputs: Inputs, *, reward_per_h: float = 0.0, time_limit_s: flo
 
 
 def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield one cluster for each GPU type, with the number of GPUs that the price of the given cluster can buy."""
+    """Yield one cluster for each GPU type, with as many GPUs as the price of `cluster` pays for."""
     for name in cluster.gpu_types:
         own = [node for node in cluster.nodes if node.gpu.name == name]
         count = int(cluster.price_per_h / own[0].price_per_gpu_h + 1e-9)

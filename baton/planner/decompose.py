@@ -3,9 +3,9 @@
 A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
 fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to
 be fast enough. The remaining GPUs must generate a step's tokens in T. A bound excludes candidates whose remaining GPUs
-cannot generate that many tokens. If the bound excludes all candidates, T is a lower bound on the step time of pipelines
-that span GPU types. If candidates remain and T is below the best step time so far, they may contain a better plan. The
-required numbers of GPUs are never overestimated, so the bound is valid.
+cannot generate a step's tokens in T. If the bound excludes all candidates, T is a lower bound on the step time of
+pipelines that span GPU types. If T is below the best step time so far, the remaining candidates may contain a better
+plan. The required numbers of GPUs are never overestimated, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ MOST_SPLITS = 4000
 SPARE = (0, 1, 2)
 """Each remaining candidate is solved with each of these numbers of additional tensor-parallel groups per pool."""
 PASSES = 4
-"""Number of passes that increase the required numbers of tensor-parallel groups of the pools, because the number of one
-pool depends on the numbers of the others. Fewer passes give a bound that is valid but weaker."""
+"""Number of passes that raise the number of tensor-parallel groups that each pool requires. This number depends on the
+numbers of the other pools, so one pass is not enough. Fewer passes give a bound that is valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better solution with a pipeline that spans GPU types. The returned bound covers
-    all such pipelines. The row of the solution refers to the table of the returned problem."""
+    all pipelines. The row of the solution refers to the table of the returned problem."""
     left_s = time_left(time_limit_s)
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
@@ -248,8 +248,8 @@ def _generating(
     left_s: Floats,
     reached: Bools | None,
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose remaining GPUs can generate a step's tokens within `left_s` [candidates]. If `reached` is
-    given, only the pools that it marks generate."""
+    """Return the rows whose remaining GPUs can generate a step's tokens within `left_s` [candidates]. `reached`: the
+    pools that generate; None for all pools."""
     if not len(rows):
         return rows, groups
     pools, step = problem.pools.pools, problem.step

@@ -2,9 +2,9 @@
 is optimal, or reports a gap.
 
 For each training shape, the GPUs that it leaves free give a lower bound on the step time. Shapes are visited in
-ascending order of this bound. An integer program decides whether a shape gives a better plan than the best so far. The
-search ends when the next bound is not below the best step time. With many GPUs of many types, not all shapes are
-enumerated; `division_bound_s` gives a bound for the others.
+ascending order of their lower bounds. An integer program decides whether a shape gives a better plan than the best so
+far. The search ends when the next bound is not below the best step time. With many GPUs of many types, not all shapes
+are enumerated; `division_bound_s` then gives a bound for all shapes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """Candidates. Each is a training shape with a maximum publication time: engines run only on the pools that weights
-    reach in that time."""
+    """Candidates: training shapes, each with a maximum publication time. Engines run only on the pools that weights
+    reach within this time."""
 
     rows: Ints
     sync_s: Floats

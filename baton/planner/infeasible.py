@@ -1,5 +1,5 @@
-"""Errors for infeasible inputs. Each error names the binding constraint, such as memory with the bytes needed and
-available."""
+"""Errors for infeasible inputs. Each error names the binding constraint. An error about memory also states the bytes
+needed and available."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
 
 
 def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem under the cost model, without mixed stages. The table is empty if only a mixed stage may fit
-    into memory."""
+    """Return the problem under the cost model, without mixed stages. Its table of training shapes is empty if only a
+    mixed stage may fit into memory."""
     model, work = inputs.model, inputs.work
     columns = replica_columns(model, work, pools)
     table = train_table(model, work, pools, cross_types=inputs.cross_types)
@@ -95,7 +95,7 @@ def mixed_pools(inputs: Inputs, pools: Pools) -> list[list[int]]:
 
 
 def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
-    """Return the problem with other training shapes."""
+    """Return the problem with the training shapes of `table`."""
     sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
     return msgspec.structs.replace(problem, table=table, sync_s=sync_s)
 
@@ -120,7 +120,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
-    # measured rates divide layers in proportion to speed, but Baton's trainer needs equally many ranks on every stage
+    # this problem divides layers in proportion to rates, but Baton's trainer needs equally many ranks on every stage
     crosses = inputs.cross_types and work.trainer == "idealised"
     table = _rate_table(pools, train, work.trained_tokens, crosses)
     cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s

@@ -36,8 +36,8 @@ def check_solver() -> None:
 def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     """Solve one integer program. `rows` is [constraints, columns]; `gains`, `rows` and `limits` are non-negative.
 
-    The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit. In that case `bound` exceeds
-    `value`.
+    The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit. At the time limit, `bound` may
+    exceed `value`.
     """
     check_solver()
     import highspy
@@ -79,8 +79,9 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
 
 @cache
 def _say_nothing() -> None:
-    """Create the first solver of this process while standard output is discarded. HiGHS 1.16 then prints its version.
-    No option prevents this, and in the output of `baton plan --json` it would be invalid JSON."""
+    """Create the first solver of this process while standard output is discarded. When its first solver is created,
+    HiGHS 1.16 prints its version. No option suppresses this line, which would make the output of `baton plan --json`
+    invalid JSON."""
     import highspy
 
     make: Any = highspy.Highs

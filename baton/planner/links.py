@@ -1,8 +1,8 @@
 """Plans for clusters in which machines of the same GPU type have different links.
 
-The search over pools assumes one bandwidth for all links of a kind. After the search, this module exchanges machines to
-give the plan fast links. The plan's times are then computed with the slowest link that the plan uses. A plan uses these
-links between machines:
+The search over pools assumes a single bandwidth for all links within a pool, and for all links between two pools. After
+the search, this module exchanges machines to give the plan fast links. The plan's times are then computed with the
+slowest link that the plan uses. A plan uses these links between machines:
 
     ring        between neighbouring machines of a stage, which gather layers and reduce gradients around a ring in the
                 order of their ranks (NCCL and gloo order rings by rank)
@@ -34,7 +34,7 @@ EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
 """Pairs (factor of the cost of links in a ring, factor of the cost of links between stages). The search tries every
 pair, because it does not know which kind of link limits the step."""
 SLOWEST = 8
-"""Each step tries to exchange this number of machines: those with the slowest links."""
+"""Number of machines that each step of the search considers for an exchange: those with the slowest links."""
 MOST_SWAPS = 20_000
 """Maximum number of exchanges of two machines to evaluate for each pair of `EMPHASES`."""
 
@@ -94,8 +94,8 @@ def used_pools(
 
 
 def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
-    """Return one assignment for each of `EMPHASES`. To use fast links, it exchanges machines of a pool that have
-    equally many GPUs. `columns`: the pool of each column of the problem."""
+    """Return one assignment for each of `EMPHASES`. Machines of one pool that have equally many GPUs are exchanged so
+    that the plan uses faster links. `columns`: the pool of each column of the problem."""
     used = _used(cluster, *parts_of(seats, columns), is_mixed=seats.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []
@@ -152,7 +152,7 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *,
 
 
 def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
-    """Return, for each machine of the assignment, the machine that takes its place.
+    """Return, for each machine of the assignment, the machine that replaces it.
 
     Each step exchanges the machine with the slowest links for another machine of the same pool and size. Of these
     machines, the step chooses the one that reduces the cost most. The search ends when no exchange of one of the
@@ -198,8 +198,8 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
 
 
 def _slowness(cluster: Cluster, pools: Pools) -> Floats:
-    """Return, for each pair of machines, (fastest link between their pools / their link) ** POWER, [machines,
-    machines]."""
+    """Return, for each pair of machines, (bandwidth of the fastest link between their pools / bandwidth of their own
+    link) ** POWER, [machines, machines]."""
     rates = _rates(cluster)
     fastest = np.ones_like(rates)
     for mine in pools.pools:

@@ -1,11 +1,11 @@
 """Searches mixed stages: one stage whose data-parallel ranks are on two GPU types, with rows in proportion to speed.
 
-A mixed stage is given by two numbers: its GPUs of each type. There are too many such pairs to compute the times of all.
-The search for mixed stages therefore runs after the search over other shapes, whose best step time is then known. Only
-pairs that pass two tests are computed. First, the stage's GPUs could train a batch in the best step time, if
-communication took no time. Second, the other GPUs could generate a batch in the best step time, with fractional
-replicas. Both tests are linear in the two numbers. Every pair with a shorter step passes both tests, so the bound stays
-valid.
+Two numbers define a mixed stage: the numbers of its GPUs of the two types. There are too many pairs of such numbers to
+compute the step time of each pair. The search for mixed stages therefore runs after the search over other shapes, whose
+best step time is then known. The step time is computed only for pairs that pass two tests. In the first test, the
+stage's GPUs must be able to train a batch within the best step time if communication takes no time. In the second test,
+the other GPUs must be able to generate a batch within the best step time if replicas can be fractional. Every pair with
+a step time below the best one passes both tests, so the bound stays valid.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def with_mixed_stages(
 def _pairs(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float
 ) -> Iterator[tuple[list[int], Ints, Ints]]:
-    """Yield (pools, first, second): two pools in the order of a pipeline, and the numbers of ranks on each of them with
-    which a step may be shorter than `ceiling_s`."""
+    """Yield (pools, first, second): two pools in the order of a pipeline, and the numbers of ranks on the first and the
+    second pool. With these numbers of ranks, a step may be shorter than `ceiling_s`."""
     pools, step = problem.pools.pools, problem.step
     orders = mixed_pools(inputs, problem.pools)
     if not orders:

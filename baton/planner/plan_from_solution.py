@@ -25,10 +25,10 @@ from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica,
 def describe(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
 ) -> Plan:
-    """Return the plan of a solution. `prefer`: current role of each GPU, which GPUs keep if possible.
+    """Return the plan of a solution. `prefer`: current role of each GPU; a GPU keeps its role if possible.
 
     If machines of one GPU type have different links, the plan's times are computed with the links that the plan uses.
-    Without `prefer`, such machines are also exchanged for machines with faster links."""
+    Without `prefer`, machines of one GPU type are also exchanged so that the plan uses faster links."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or inputs.rates is not None:
         return describe_seated(inputs, problem, solution, method, seats, seats)
@@ -45,8 +45,8 @@ def describe(
 def _on_pools(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, pools: Pools
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return a problem on pools with other links that has only the solution's training shape, and the solution in this
-    problem."""
+    """Return the problem on `pools`, whose links differ, with the solution's training shape as the only candidate. Also
+    return the solution of this problem."""
     table, model, work = problem.table, inputs.model, inputs.work
     order = pipeline_order(pools, table.stages[solution.row].tolist())
     parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]
@@ -118,8 +118,8 @@ def _cycle_overhead_s(inputs: Inputs, problem: AssignmentProblem, row: int) -> f
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
-    """Return the time in which the chosen replicas generate a batch. It can be shorter than the solution's rollout
-    time: the solver stops as soon as a shorter rollout would not shorten the step."""
+    """Return the time in which the chosen replicas generate a batch. This time can be shorter than the solution's
+    rollout time, because the solver stops as soon as a shorter rollout would not shorten the step."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
@@ -184,7 +184,7 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
 
 
 def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
-    """Return the number of layers of each stage, in the order of the pipeline. If the balance has more layers in total
+    """Return the number of layers of each stage, in the order of the pipeline. If `balance` has more layers in total
     than the model, the surplus is taken from the stages with the most layers."""
     found: list[int] = []
     for place, count in enumerate(stages):

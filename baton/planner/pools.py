@@ -1,4 +1,5 @@
-"""Pools of interchangeable GPUs of one type. A search over pools only counts GPUs.
+"""Pools of interchangeable GPUs of one type. A search over pools needs only the number of GPUs that each role uses in
+each pool.
 
 Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. A pool may also
 contain all nodes of a GPU type, even if their links differ; the pool then has one assumed link speed. A pessimistic
@@ -25,8 +26,8 @@ from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
-"""Maximum number of pools whose nodes are alike. If a cluster has more, each pool of the search has all nodes of a GPU
-type, because a search over subsets of so many pools takes too long."""
+"""Maximum number of pools of alike nodes. With more such pools, the search would take too long, so each pool then has
+all nodes of a GPU type."""
 
 
 class GpuPool(msgspec.Struct, frozen=True):

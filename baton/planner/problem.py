@@ -31,7 +31,8 @@ class ReplicaShape(msgspec.Struct, frozen=True):
         return self.cost.num_gpus
 
     def work(self, time_s: float) -> float:
-        """Return the number of tokens that the replica generates in `time_s`, of which it pauses `cost.pause_s`."""
+        """Return the number of tokens that the replica generates in `time_s` seconds, which include a pause of
+        `cost.pause_s` seconds."""
         return self.cost.tokens_per_s * max(0.0, time_s - self.cost.pause_s)
 
 
@@ -49,7 +50,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     shares: Floats
     """[candidates, pools] share of the model's layers that a pool trains."""
     is_complete: bool
-    """Whether these are all shapes of the search space."""
+    """Whether the table has all shapes of the search space."""
     shard_size: Ints
     """[candidates] number of ranks that share a copy of a stage (HSDP); 0 if all ranks of a stage share one copy."""
     is_mixed: NDArray[np.bool_]
@@ -78,7 +79,7 @@ class TrainTable(msgspec.Struct, frozen=True):
         return TrainTable(**{key: each[rows] for key, each in self._arrays().items()}, is_complete=self.is_complete)
 
     def joined(self, other: TrainTable) -> TrainTable:
-        """Return the table with further candidates."""
+        """Return the table with the candidates of `other` appended."""
         both = {key: np.concatenate([own, other._arrays()[key]]) for key, own in self._arrays().items()}
         return TrainTable(**both, is_complete=self.is_complete)
 
@@ -107,7 +108,8 @@ class StepModel(msgspec.Struct, frozen=True):
         return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
 
     def reward_s(self, rollout_s: float) -> float:
-        """Return the scoring time after the rollout, during which all trajectories except the last are scored."""
+        """Return the scoring time that remains after the rollout. All trajectories except the last can be scored during
+        the rollout."""
         return max(0.0, self.judge_s - rollout_s) + self.latency_s
 
     def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
@@ -151,7 +153,7 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Rep
 
 def tensor_widths(model: ModelSpec, pool: GpuPool) -> list[int]:
     """Return the tensor-parallel widths: powers of two that fit into a node and divide the number of attention heads.
-    As vLLM requires, each also divides the number of key/value heads or is a multiple of it."""
+    As vLLM requires, each width also divides the number of key/value heads or is a multiple of this number."""
     heads, keys = model.num_heads, model.num_kv_heads
     return [level for level in pool.levels if heads % level == 0 and (keys % level == 0 or level % keys == 0)]
 

@@ -2,9 +2,9 @@
 
 The method serves as a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on
 the paper's 56 GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open, which this
-module decides. First, the training side's share of FLOP/s must be close to γ. To define close, the shares of all
-divisions are sorted; the difference to γ may be at most half of the largest gap between neighbouring shares. Second,
-training and rollout have at least one GPU each. Third, the search returns the best plan that it found.
+module decides. First, the training side's share of FLOP/s must be close to γ: the difference may be at most half of the
+largest gap between neighbours in the sorted shares of all divisions. Second, training and rollout have at least one GPU
+each. Third, the search returns the best plan that it found.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """The search stops after this number of iterations without improvement (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions. If divisions by single GPUs are more, the cluster is divided by nodes or groups of
-nodes."""
+"""Maximum number of divisions. If there are more divisions into single GPUs, the cluster is divided into nodes or
+groups of nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:

@@ -1,6 +1,6 @@
 """Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
-An offer is a machine type with a price. A combination gives the number of machines of each offer, and thereby a
+An offer is a machine type with a price. A combination is a number of machines of each offer; these machines form a
 cluster. An upper bound on the throughput of each combination assumes that GPUs can be divided into fractions; the
 bounds of all combinations are computed at once. The search visits combinations in the order of their bounds, and skips
 combinations whose bound is below the best throughput so far.

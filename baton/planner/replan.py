@@ -66,7 +66,7 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 def replan_with_reward(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
     """Plan the current cluster as `replan` does, with a reward stage. The reward stage of the running plan either stays
-    on those of its GPUs that are left, or moves to the GPUs that a plan from scratch would use."""
+    on its remaining GPUs, or moves to the GPUs that a plan from scratch would use."""
     found, refusals = list[Replanned](), list[UserError]()
     for stage, own in stage_choices(inputs, running.reward, time_limit_s=time_limit_s):
         try:
@@ -88,7 +88,7 @@ def replan(
     inputs: Inputs, running: Plan, stage: RewardStage | None = None, *, slack: float = 0.02, time_limit_s: float = 30.0
 ) -> Replanned:
     """Plan the current cluster, as the module describes. `stage`: the reward stage of the plans. `inputs`: the cluster
-    without the GPUs of this stage, and a workload with its scoring time."""
+    without the GPUs of the reward stage, and a workload with the scoring time of this stage."""
     check_solver()
     problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}

@@ -28,7 +28,8 @@ class RolloutAllocation(msgspec.Struct, frozen=True):
     """Number of replicas of each column of the problem."""
     time_s: float
     least_s: float
-    """Lower bound on the rollout time of any choice of replicas. Unless the solver timed out, equal to `time_s`."""
+    """Lower bound on the rollout time of any choice of replicas. Equal to `time_s`, unless the solver reached its time
+    limit."""
 
 
 class RolloutProgram:
@@ -126,7 +127,7 @@ class RolloutProgram:
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
         """Return the columns that no other column dominates. Column a dominates column b of the same pool if a
         generates at least as many tokens with at most as many GPUs, in groups of at most the same size. If the
-        staleness bound may limit the running trajectories, a must also run at most as many of them."""
+        staleness bound may limit the running trajectories, a must also run at most as many trajectories as b."""
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(
             room[pool, 1] * max((self._batch[c] / self._gpus[c] for c in usable if self._pool[c] == pool), default=0.0)

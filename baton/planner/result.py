@@ -28,7 +28,7 @@ class PlanResult(msgspec.Struct, frozen=True):
     choice: RentalChoice | None = None
     replanned: Replanned | None = None
     measured: tuple[str, ...] = ()
-    """Rates that the run with the current plan has measured, one line each. The new plan uses these rates."""
+    """Measured rates of the run with the current plan, one line of text each. The new plan uses these rates."""
     certainty: Certainty | None = None
     """How certain the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
 

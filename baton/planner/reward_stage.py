@@ -29,15 +29,15 @@ from baton.specs.workload import Workload
 GB = 1e9
 PlanRest = Callable[..., Plan]
 """A function that plans all roles except the reward model. Its arguments are (inputs, time_limit_s=seconds). It raises
-UserError."""
+UserError if no plan is feasible."""
 
 
 def plan_with_reward(
     inputs: Inputs, plan_rest: PlanRest = make_plan, *, time_limit_s: float = 60.0
 ) -> tuple[Plan, Inputs]:
     """Return (plan, inputs). plan: the best plan; if the workload has a reward model, the plan has a reward stage.
-    inputs: the planner's inputs for the other roles, with the cluster without the stage's GPUs and with the stage's
-    scoring time. Raises UserError if no plan is feasible."""
+    inputs: the planner's inputs for the other roles. Their cluster lacks the stage's GPUs, and their workload has the
+    stage's scoring time. Raises UserError if no plan is feasible."""
     model = inputs.work.reward_model
     if model is None:
         return plan_rest(inputs, time_limit_s=time_limit_s), inputs
@@ -68,7 +68,7 @@ class _Search:
         self.refusals: list[UserError] = []
 
     def try_type(self, place: DeviceClass, cost: ScoringCost) -> None:
-        """Try stages of GPUs of one type, unless its memory is too small."""
+        """Try stages of GPUs of one type, if the model fits into the memory of one such GPU."""
         most = min(self._cluster.count()[place.gpu.name], self._cluster.num_gpus - 1)
         if cost.memory_bytes > place.memory_limit_bytes or not most:
             return
@@ -131,7 +131,7 @@ def stage_choices(
     inputs: Inputs, running: RewardStage | None, *, time_limit_s: float
 ) -> list[tuple[RewardStage | None, Inputs]]:
     """Return the reward stages that a new plan may have, each with the planner's inputs for the other roles. There are
-    at most two: the stage `running`, reduced to its GPUs that are left, and the stage of a plan from scratch. The
+    at most two such stages: the stage `running` with its remaining GPUs, and the stage of a plan from scratch. The
     workload of a run directory has no reward model; the stage `running` then keeps its scoring time. Raises UserError
     if no stage is possible."""
     model, refusals = inputs.work.reward_model, list[UserError]()
@@ -179,7 +179,7 @@ def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, Scor
 
 def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> tuple[Cluster, RewardStage]:
     """Return the cluster without the GPUs of a reward stage, and the stage reduced to its GPUs on `machines`. Raises
-    UserError if the stage has no GPU there, or if no other GPU is left."""
+    UserError if these machines have no GPU of the stage, or if no other GPU is left."""
     own = Counter(gpu_id.rpartition(":")[0] for gpu_id in stage.gpu_ids)
     nodes, gpu_ids = [], list[str]()
     for node in cluster.nodes:  # this machine may have replaced the stage's machine of the same name, with fewer GPUs
@@ -197,8 +197,8 @@ def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> t
 
 
 def reserve(cluster: Cluster, gpu: str, count: int) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster without `count` GPUs of a type, and the ids of these GPUs. Small machines are taken first, and
-    from each machine its last GPUs, so that few machines are divided."""
+    """Return the cluster without `count` GPUs of a type, and the ids of these GPUs. The smallest machines come first,
+    so that few machines are divided between roles. On each machine, the last GPUs are used."""
     nodes, taken = list(cluster.nodes), list[str]()
     own = (place for place, node in enumerate(nodes) if node.gpu.name == gpu)
     for place in sorted(own, key=lambda place: (nodes[place].num_gpus, -place)):

@@ -43,7 +43,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     best: Plan | None = None
     least_s, refusal = float("inf"), None
     for part in _parts(inputs.cluster):
-        # the remaining parts are planned even after the time limit, because the first and largest part may be slower
+        # smaller parts are planned even after the time limit, because the plan of the whole cluster may be slower
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
             plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s)
@@ -87,8 +87,8 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan of a part as a plan of the whole cluster. The GPUs outside the part are idle, and the price
-    includes them."""
+    """Convert the plan of a part of the cluster to a plan of the whole cluster. The GPUs outside the part are idle, and
+    the price includes them."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)
@@ -99,8 +99,8 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, the search runs with three sets of pools: whole types with their
-    slowest links, whole types with their fastest links, and nodes that are alike. Each solution is placed on nodes with
+    If the nodes of a GPU type have different links, the search runs with three sets of pools: each GPU type with its
+    slowest links, each GPU type with its fastest links, and nodes that are alike. Each solution is placed on nodes with
     fast links, and its step time is computed with the links that it uses. The plan with the shortest step is returned,
     with a bound that assumes the fastest links.
     """

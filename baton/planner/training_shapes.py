@@ -2,9 +2,9 @@
 
 On each of its pools, a pipeline has `stages` stages. A stage has `dp` tensor-parallel groups of `tp` GPUs. All GPUs of
 a stage have the same type, and only the pipeline spans types (AReaL-Hex 4.2.1, Metis). Baton's trainer supports only
-the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. The fastest GPU type is last,
-because the last stage has the output head. Layers are distributed to make the slowest stage as fast as possible, while
-all stages fit into memory.
+the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. In a pipeline, the fastest GPU
+type is last, because the last stage has the output head. Layers are distributed to make the slowest stage as fast as
+possible, while all stages fit into memory.
 
 A mixed stage is another shape of Baton's trainer: one stage, whose data-parallel ranks are on several GPU types and
 train rows in proportion to their speeds (`mixed_stages.py` searches them).
@@ -100,7 +100,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
 
 
 def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
-    """Return the training shapes that fit into memory. `is_complete`: whether all shapes were evaluated."""
+    """Return the training shapes that fit into memory. The table's `is_complete` states whether all shapes were
+    evaluated."""
     alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
     tables = []
     is_complete = True
@@ -144,9 +145,9 @@ def mixed_orders(pools: Pools) -> list[list[int]]:
 def mixed_rows(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], first: Ints, second: Ints
 ) -> Iterator[Rows]:
-    """Yield the mixed stages with these numbers of ranks on two pools: first with one copy of the model, then with one
-    copy in each group of ranks on a machine. The size of these groups is the largest power of two that divides both
-    numbers of ranks and fits into a machine.
+    """Yield the mixed stages with `first` and `second` ranks on two pools. In the first result, all ranks share one
+    copy of the model; in the later results, each group of ranks on a machine has its own copy. The size of these groups
+    is the largest power of two that divides both numbers of ranks and fits into a machine.
     """
     ones = np.ones_like(first)
 
@@ -180,7 +181,7 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
     """Yield each pair (number of stages, tensor-parallel width) that the trainer supports on one pool. On CPUs, a rank
-    is a machine with many threads, and Baton's trainer then uses one stage and no tensor parallelism."""
+    is a machine with many threads, so Baton's trainer uses one stage and no tensor parallelism."""
     columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5  # experts are not divided by TP
     for stages, tp in product(STAGES, tensor_widths(model, pool)):
         is_split = tp > 1 and not can_split(tp, model.num_heads, model.num_kv_heads, columns)
@@ -205,8 +206,8 @@ def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield all combinations of the pools' shapes. If there are too many, yield only the combinations in which at most
-    one pool trains with a part of its GPUs, and every other pool with all."""
+    """Yield all combinations of the pools' shapes. If there are too many combinations, yield only those in which all
+    pools, or all except one, train with all their GPUs."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return
@@ -277,9 +278,9 @@ def balanced(
     """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. With
     `is_mixed`, `shapes` are the parts of one stage, each part has all layers, and `shard_size` is required.
 
-    Baton's trainer shards gradients if unsharded gradients do not fit. `shard_size`: number of ranks that share a copy
-    of a stage; 0 for all ranks of the stage. By default, each machine has a copy if copies fit into memory and are
-    faster.
+    Baton's trainer shards gradients if unsharded gradients do not fit into memory. `shard_size`: number of ranks that
+    share a copy of a stage; 0 for all ranks of the stage. By default, each machine has a copy if copies fit into memory
+    and are faster.
     """
     if shard_size is not None:
         sharded = msgspec.structs.replace(work, shard_size=shard_size)
@@ -361,7 +362,7 @@ def _mixed_link(pools: Pools, order: Sequence[int], counts: Sequence[Ints]) -> F
 
 
 def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -> LayerBalance:
-    """Take the candidates that `is_one` marks from `one`, and the rest from `other`."""
+    """Return the candidates of `one` where `is_one` is true, and the candidates of `other` elsewhere."""
 
     def merged(first: Any, second: Any) -> Any:
         is_array = isinstance(first, np.ndarray)
@@ -374,7 +375,7 @@ def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Do the work of `balanced` for the sharding that `work` gives. The search starts at the pace (time of the slowest
+    """Implement `balanced` for the sharding that `work` specifies. The search starts at the pace (time of the slowest
     stage) that fractional layers would allow, and raises the pace to the next possible value until all layers are
     placed."""
     widest = np.max([part.dp for part in shapes], axis=0)
@@ -426,7 +427,7 @@ def _kinds(
     in_flight: Floats,
 ) -> list[list[_Kind]]:
     """Return three objects of `_Kind` for each pool: one for stages at the start of the pipeline, one for the middle,
-    one for the end. The only stage of a one-stage pipeline counts as its end."""
+    one for the end. The stage of a one-stage pipeline counts as the end."""
     found = []
     depth = np.sum([part.stages for part in shapes], axis=0)
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):

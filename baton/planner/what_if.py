@@ -39,12 +39,12 @@ class PricePoint(msgspec.Struct, frozen=True):
     price_per_h: float
     tokens_per_s: float
     is_efficient: bool = False
-    """Whether no cluster of the same or a lower price is faster."""
+    """Whether this cluster is faster than every other cluster of the same or a lower price."""
 
 
 def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0) -> list[Marginal]:
-    """Return, for each GPU type, the throughput with one more GPU of this type. The added GPU is alone in a new
-    machine, whose links are those of the other machines with this GPU type."""
+    """Return, for each GPU type, the throughput with one more GPU of this type. The added GPU is in a machine of its
+    own, which has the same links as the other machines of this GPU type."""
     found = []
     for name in inputs.cluster.gpu_types:
         place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
@@ -56,7 +56,8 @@ def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0
 
 
 def with_one_more(cluster: Cluster, place: int) -> Cluster:
-    """Return the cluster with one more machine of one GPU, with links like those of the machine at index `place`."""
+    """Return the cluster with another machine of one GPU, whose links are like those of the machine at index
+    `place`."""
     like = cluster.nodes[place]
     same = [k for k, node in enumerate(cluster.nodes) if node.gpu.name == like.gpu.name and k != place]
     others = [rate for k, rate in enumerate(cluster.bytes_per_s[place]) if k != place]
@@ -73,8 +74,8 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 
 def price_curve(inputs: Inputs, *, reward_per_h: float = 0.0) -> list[PricePoint]:
-    """Return throughput and price of parts of this cluster. `is_efficient` is set. `reward_per_h`: price of the reward
-    stage, which is added to the price of each part."""
+    """Return throughput and price of parts of this cluster, with `is_efficient` set. `reward_per_h`: price of the
+    reward stage, which is added to the price of each part."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = [

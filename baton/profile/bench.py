@@ -9,12 +9,12 @@ The bound is the time that an engine alone needs for the same tokens: its queue 
 in use; it prefills each prompt once and never loads weights; and everything outside the engine takes no time. The
 engine alone and the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
 
-The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. This
-bound is the sum of one prefill per prompt and a time for each token. The time for a token at a position is the time of
-a decode step with all slots in use and rows at this mean position, divided by the number of slots. Such full steps are
-measured at three mean positions, and the time between these positions is assumed to be linear. The mean time of a
-mode's own full steps would not be a bound: while all slots of `sync` are in use, its responses are still short, so
-attention is cheap.
+The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. The
+bound of decode steps is the sum of one prefill per prompt and a time for each token. The time for a token at a position
+is the time of a full decode step (all slots in use) whose rows have this mean position, divided by the number of slots.
+Full decode steps are measured at three mean positions, and a line is fitted to their times. The mean time of a mode's
+own full steps would not be a bound: while all slots of `sync` are in use, its responses are still short, so attention
+is cheap.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Number of unmeasured steps of each mode at the start. After them, the number of carried groups is steady."""
+"""Number of unmeasured steps of each mode at the start. After these steps, the number of carried groups is steady."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
-"""Step sizes of two low-discrepancy sequences. Unlike random numbers, such sequences give even a few groups nearly the
-requested spread of lengths."""
+"""Step sizes of two low-discrepancy sequences. Unlike random numbers, low-discrepancy sequences have nearly the
+requested spread of lengths even for a few groups."""
 
 
 @dataclass(frozen=True)
@@ -339,8 +339,9 @@ class ModeBench:
 
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
-    """Return name → settings of each mode and of the control. The recipe's own mode has the recipe's settings; other
-    modes have default settings, except for `on_new_version`, which `partial` and `async` share."""
+    """Return the settings of each mode and of the control, by name. The recipe's own mode has the recipe's settings.
+    Other modes have default settings, but `partial` and `async` use the recipe's `on_new_version` if it is `resume` or
+    `keep`."""
     known: tuple[Mode, ...] = ("sync", "partial", "async")
     unknown = [mode for mode in modes if mode not in known]
     if unknown or not modes:
@@ -415,8 +416,8 @@ def measure(
         return decode_s(side.work) + side.prompt_tokens * prefill_s
 
     def bound_s(side: ModeBench) -> float:
-        """Return the time of the engine alone for the tokens of a mode. The mean positions of the two sets of tokens
-        differ slightly."""
+        """Return the time of the engine alone for the tokens of a mode. The result is corrected for the difference
+        between the mean positions of these tokens and of the tokens in the measurement."""
         if alone is None:
             return step_bound_s(side)
         scale = side.work.tokens / alone.work.tokens

@@ -68,8 +68,8 @@ class StepTimings(msgspec.Struct):
 
 
 class _Rollouts:
-    """Generates batches from the recipe's prompts; for a multi-turn task, only first turns. As in a run, it uses a
-    controller and a journal, and publishes a version before each batch."""
+    """Generates batches from the recipe's prompts; for a multi-turn task, only the first turn of each episode. As in a
+    run, a controller and a journal are used, and a version is published before each batch."""
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
@@ -179,8 +179,8 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 def _trainer(recipe: Recipe) -> Trainer:
     """Build the recipe's trainer with one rank and a learning rate that hardly changes the weights."""
     alone: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
-    # The batches have made-up behavior logprobs, so the mismatch has no meaning. Trajectories without advantage get a
-    # forward pass too, so the fit can separate forward and backward passes.
+    # The batches have made-up behavior logprobs, so their mismatch with the trainer's logprobs has no limit here.
+    # Trajectories without advantage get a forward pass too, so the fit can separate forward and backward passes.
     alone |= {
         "metrics_of_all_tokens": True,
         "max_mismatch_kl": (math.inf, math.inf),
@@ -199,7 +199,7 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
     """Return a batch whose lengths are those of `trajectories`, each multiplied by `factor`. `share`: fraction of
-    groups with different rewards."""
+    groups whose members have different rewards."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}

@@ -1,5 +1,5 @@
 """Measures whole train steps: runs the recipe for a few steps, and fits how much slower trainer and engines are in this
-run than each of them is alone.
+run than when they are measured alone.
 
 In a run, all processes of the recipe share cores and memory: trainer or ranks, engine processes or workers, controller
 and hub. The run is simulated with the recorded lengths of its trajectories. The efficiencies are changed until
@@ -80,8 +80,8 @@ def with_whole_steps(
 
 
 def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
-    """Return the recipe of the measured run. The seed is changed, so that efficiencies are not fitted to the batches of
-    the run that they later predict."""
+    """Return the recipe of the measured run. The seed is changed, so that the efficiencies are not fitted to the
+    batches of the run that is predicted later."""
     changes = {
         "run": {"name": "run", "seed": recipe.run.seed + 1, "steps": num_steps},
         "eval": {"enabled": False, "task": ()},
@@ -95,7 +95,7 @@ def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
 
 
 def _run(recipe: Recipe, directory: Path) -> Path:
-    """Run the recipe in a separate process, so that its memory is that of a run, and return the run's directory."""
+    """Run the recipe in a separate process, which has the memory of a normal run. Return the run's directory."""
     own = recipe.run.model_copy(update={"directory": str(directory)})
     recipe, file = recipe.model_copy(update={"run": own}), directory / "recipe.toml"
     file.write_text(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), encoding="utf-8")
@@ -111,7 +111,7 @@ def _run(recipe: Recipe, directory: Path) -> Path:
 
 
 def _terms(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the measured value of each term of predictions."""
+    """Return the measured value of each predicted term."""
     return {each.term: each.measured or 0.0 for each in compare(Predictions("", ()), rows)}
 
 

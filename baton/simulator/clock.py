@@ -15,7 +15,7 @@ class NoProgress(Exception):
 
 
 class VirtualClock:
-    """The clock of one simulation. The clock uses no random numbers and no real time."""
+    """The clock of one simulation."""
 
     __slots__ = ("_heap", "_sequence", "now_s", "num_fired")
 
@@ -51,9 +51,9 @@ class VirtualClock:
         self.now_s = until_s
 
     def poll(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Run the actions of the next `timeout_s` seconds, but stop when `is_over()` is true. Return `is_over()`. A
-        caller repeats a call that has timed out, so repetitions in which no action would run are skipped: the time
-        advances by a multiple of `timeout_s`. Raises NoProgress if no action is scheduled."""
+        """Run the actions of the next `timeout_s` seconds, but stop when `is_over()` is true. Return `is_over()`. If no
+        action is scheduled within `timeout_s`, the time advances by a larger multiple of `timeout_s`, which saves
+        repeated calls in which no action would run. Raises NoProgress if no action is scheduled."""
         until_s, before = self.now_s + timeout_s, self.num_fired
         while not is_over():
             if self._heap and self._heap[0][0] <= until_s:

@@ -1,7 +1,7 @@
 """An engine in virtual time: continuous batching with a number of slots and a KV cache of limited size.
 
-Decode steps are not simulated one by one. Between two events only the context lengths change, by one token per step.
-The time of a step therefore changes linearly, and k steps take
+Decode steps are not simulated one by one. Between two events, only the context lengths change: each grows by one token
+per step. The time of a step therefore changes linearly, and k steps take
 
     D(k) = k · step + slope · k (k − 1) / 2
 
@@ -160,7 +160,7 @@ class SimEngine:
             self._poke()
 
     def stop(self) -> None:
-        """Stop after the last whole step. `go_on` continues; without `go_on`, the stop is permanent."""
+        """Stop after the last whole step. `go_on` restarts the engine; without `go_on`, the stop is permanent."""
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 
@@ -352,7 +352,7 @@ class SimEngine:
         return row.length - (row.end_step - self._step) - row.tokens
 
     def _count(self, row: SimulatedLease) -> None:
-        """Add the tokens since the last call to the row, under the version that the engine serves."""
+        """Add the newly generated tokens to the row, with the version that the engine serves."""
         fresh = self._fresh(row)
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"
@@ -470,7 +470,7 @@ class SimEngine:
 
 
 def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
-    """Write the span of a lease that leaves its slot to the trace. `ended` is `finish`, `abort` or `lost`."""
+    """Write to the trace the span of a lease that leaves its slot. `ended` is `finish`, `abort` or `lost`."""
     versions, row.traced = row.traced, {}
     if end_s <= row.since_s:
         return

@@ -86,8 +86,8 @@ class SpotSettings(Settings):
     trace: Path
     """CSV file of preemptions. Columns: at_s (time), worker (name), for_s (time until a replacement; 0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
-    """Time from the warning to the preemption. If it is positive, the worker reports its tokens and leaves when the
-    warning comes. If it is 0, the worker crashes at the preemption."""
+    """Time from the warning to the preemption. With a positive value, the worker reports its tokens and leaves at the
+    time of the warning. With 0, the worker crashes at the preemption."""
 
 
 class FaultsSettings(Settings):

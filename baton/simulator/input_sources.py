@@ -37,7 +37,7 @@ RATED_SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Options from the user, which replace values of a plan or recipe or add values to it."""
+    """User options that replace or supplement the values of a plan or recipe."""
 
     overrides: Sequence[str] = ()
     """Changes of recipe keys, in the form `rollout.KEY=VALUE`."""
@@ -48,7 +48,7 @@ class SimulationOptions:
     swarm: SwarmSpec = field(default_factory=SwarmSpec)
     """Links, report intervals and timeouts of a swarm."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run. If given, their lengths are used instead of a distribution of lengths."""
+    """Groups of a recorded run. If groups are given, their lengths are used instead of a distribution of lengths."""
     is_detailed: bool = False
     """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
 
@@ -294,7 +294,8 @@ def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
-    """Return a run's recorded groups, in the order of opening. Raises UserError if the path has no run."""
+    """Return a run's recorded groups in the order in which they were opened. Raises UserError if the path has no
+    run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
     return tuple(

@@ -21,10 +21,10 @@ class EngineSpec:
     kv_tokens: float = math.inf
     """Number of tokens that fit into the KV cache."""
     weight: float = 1.0
-    """Throughput of one slot according to the plan. Only the ratio to the other engines matters."""
+    """Throughput of one slot according to the plan. Only the ratios between the weights of engines matter."""
     num_gpus: int = 1
     kind: str = "embedded"
-    """Kind of engine. Engines without keyed noise generate other tokens under each lease."""
+    """Kind of engine. Without keyed noise, an engine generates different tokens under each lease of a trajectory."""
     class_cost: float | None = None
     """A decode step divides its rows into length classes; each row attends over the longest context of its class
     (`cost/generate.py: scanned_tokens`). This value is the cost of one more class, as a number of positions. None: no
@@ -44,7 +44,7 @@ class ScoringSpec:
 
 @dataclass(frozen=True, slots=True)
 class SwarmSpec:
-    """The numbers of a hub and its workers; times are in seconds."""
+    """Parameters of a hub and its workers; times are in seconds."""
 
     rules: LeaseRules = field(default_factory=LeaseRules)
     link_s: float = 0.02
@@ -68,10 +68,10 @@ class Setting:
     publish_s: float = 0.0
     """Seconds from the end of a train step until engines serve the version or, in a swarm, can fetch it."""
     cycle_overhead_s: float = 0.0
-    """Seconds per train step after the publication, in which the controller is busy."""
+    """Seconds that the controller is busy after each train step and its publication."""
     num_steps: int = 50
     publish_every: int = 1
-    """A version is published after this number of train steps."""
+    """Number of train steps from one published version to the next."""
     checkpoint_every: int = 50
     swarm: SwarmSpec | None = None
     """Hub and workers. None if the engines share one queue and load new weights at the same time."""

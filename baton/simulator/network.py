@@ -1,6 +1,7 @@
 """The network between hub and workers: messages, latencies and faults.
 
-The messages are those of `swarm/messages.py`, with counted tokens. In runs with faults, they are encoded and decoded.
+The messages are those of `swarm/messages.py`, with counted tokens. In runs with faults, messages are encoded and
+decoded.
 
 Without faults, messages arrive in order. During a `partition` or a `storm`, messages may be delayed, reordered,
 repeated or lost, and fetches may fail. The loss of a message also cuts the connection.
@@ -49,7 +50,7 @@ class SimulatedConnection:
     """Sequence number of the connection. Messages of an earlier connection are discarded."""
     last_s: float = field(default=0.0)
     heard_s: float = field(default=0.0)
-    """Time at which the last message arrived, or the connection began."""
+    """Time at which the last message arrived; before the first message, time at which the connection began."""
     due_s: float = math.inf
     """Time of the next check whether messages still arrive; infinite before the first call of `watch`."""
     silence_s: Callable[[], float] = field(init=False)

@@ -101,9 +101,9 @@ def _point(
 def recommend(points: Sequence[SweepPoint]) -> tuple[int | None, str]:
     """Return the index of the recommended point, and the reason for the recommendation.
 
-    Points that mask more than MAX_MASKED of their tokens are excluded, unless every point masks that many. Of the
-    remaining points, the recommended point has the least staleness among the points with almost the highest throughput
-    (see `CLOSE`).
+    Points that mask more than MAX_MASKED of their tokens are excluded, unless every point exceeds this share. Of the
+    remaining points that have almost the highest throughput (see `CLOSE`), the point with the least staleness is
+    recommended.
     """
     run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
     if not run:

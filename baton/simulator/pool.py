@@ -1,7 +1,7 @@
-"""Engines that share the queue of a live pool (`rollout/processes/lease_queue.py`).
+"""Simulated engines with the lease queue of a live pool (`rollout/processes/lease_queue.py`).
 
-All engines load new weights at the same time, and the trainer waits until all engines have loaded them. Messages take
-no time, so an engine reports its tokens only at the end of a lease and when it loads weights.
+All engines load new weights at the same time, and the trainer waits until all engines have loaded them. An engine
+reports its tokens only at the end of a lease, when it loads weights, and when the controller pauses it.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ class SimulatedEnginePool(SimulatedTransport):
                 self._after_handover(engine.abort, message.lease_id)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
-        """Call an engine after `handover_s`, because an engine process that is busy with a step reads messages only
-        later."""
+        """Call an engine after `handover_s`, because an engine process reads messages only between two steps."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

@@ -16,9 +16,9 @@ from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.transport import EngineTime
 
 WARM_SHARE = 0.2
-"""Share of the train steps at the start of the run that steady-state figures exclude."""
+"""Steady-state figures exclude this share of the train steps, at the start of the run."""
 STEADY_STEPS = 5
-"""Minimum number of train steps after the pipeline is full. If a run has fewer steps, its result has a note."""
+"""Minimum number of train steps after the pipeline is full. If a run has fewer such steps, its result has a note."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Builds and runs a simulation of a setting. Logs its events and commands, and keeps its trace spans."""
+"""Builds and runs a simulation of a setting. Also logs the simulation's events and commands, and keeps its trace
+spans."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from baton.swarm.leases import LeaseTable
 
 
 class EventLog(EventObserver):
-    """The event log: one line of JSON per event and command, in order. Runs of one seed have equal logs."""
+    """The event log: one line of JSON per event and command, in order. Equal settings and seeds give equal logs."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -104,8 +105,8 @@ def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
 def run_request(
     setting: Setting, options: RunOptions, log_path: Path | None, *, is_traced: bool
 ) -> tuple[Result, Sequence[Span]]:
-    """Simulate a run. Return its result and, if `is_traced`, the trace spans. The event log is written to `log_path`
-    even if the run fails. Raises UserError if the run makes no progress."""
+    """Simulate a run. Return the run's result and, if `is_traced`, the trace spans. The event log is written to
+    `log_path` even if the run fails. Raises UserError if the run makes no progress."""
     log = EventLog() if log_path is not None else None
     tracer = Spans() if is_traced else None
     try:

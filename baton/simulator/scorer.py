@@ -29,7 +29,7 @@ class SimulatedScorer:
         self._random = choices(seed, "judges")
         self._sigma = math.sqrt(math.log1p(spec.cv**2))
         self._free_s: list[float] = []
-        """Heap of the times when each concurrent scorer becomes free. Scorers that were never used are not in it."""
+        """Heap of the times when each concurrent scorer becomes free, without scorers that were never used."""
         self._done: list[ScoredTrajectory] = []
         """Trajectories that `collect` will return."""
         self._since_s = self._until_s = 0.0
@@ -56,7 +56,7 @@ class SimulatedScorer:
         self._done = []
 
     def _score_s(self) -> float:
-        """Return the time at which a trajectory that is submitted now has been scored."""
+        """Return the time at which the scoring of a trajectory ends if the trajectory is submitted now."""
         spec, now_s, seconds = self._spec, self._clock.now_s, self._spec.latency_s
         if self._sigma:
             # if x is normal with mean -sigma² / 2, the lognormal factor exp(x) has mean 1
@@ -72,7 +72,7 @@ class SimulatedScorer:
         return begin_s + seconds
 
     def close(self) -> None:
-        """Write the span of the current busy period, from its first submission to its last reward, to the trace."""
+        """Write to the trace the span of the current busy period: from its first submission to its last reward."""
         if self._tracer is not None and self._num:
             self._tracer.span("judge", "judges", 0, self._since_s, self._until_s, trajectories=self._num)
         self._num = 0

@@ -22,8 +22,8 @@ from baton.types import Lease, Prompt, SamplingParams
 BLOCK = 256
 """Number of groups that are drawn together."""
 KEPT_BLOCKS = 256
-"""Maximum number of cached blocks. A block that was dropped is drawn again, with the same numbers, when it is
-needed."""
+"""Maximum number of cached blocks. A block that was dropped from the cache is drawn again, with the same numbers, when
+it is needed."""
 _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
@@ -44,14 +44,15 @@ class TrajectoryWork:
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Correlation (0 to 1) of the normal scores of two members of a group. Lengths are computed from these scores."""
+    """Correlation (0 to 1) of the normally distributed scores of two members of a group. Lengths are computed from
+    these scores."""
     drift: float = 0.0
-    """Relative growth of all lengths per train step. Lengths never exceed the longest length."""
+    """Growth of all lengths per train step, as a share of the initial lengths. Lengths never exceed the longest length
+    of `output`."""
     trained_share: float = 1.0
     """Share of groups whose rewards differ."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run. If given, they replace the distributions; they are used in order, and repeated at the
-    end."""
+    """Groups of a recorded run. If groups are given, they replace the distributions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from baton.simulator.transport import ControllerStopped, SimulatedTransport
 from baton.types import Group, PolicyVersion, SamplingParams
 
 HANG_S = 24 * 3600.0
-"""Maximum virtual time without a message of an engine. The run then fails with NoProgress."""
+"""If no engine sends a message for this virtual time, the run fails with NoProgress."""
 SAMPLING = SeededSampling(SamplingParams(1), 0)
 """The length of each trajectory is scripted (`Script.limited`)."""
 
@@ -48,7 +48,7 @@ class EventObserver(Protocol):
     checker of invariants in `tests/simulator`."""
 
     def on_event(self, event: TimedEvent) -> None:
-        """Called before the scheduler or the table handles an event."""
+        """Called before the scheduler or the lease table handles an event."""
 
     def on_command(self, command: msgspec.Struct) -> None:
         """Called before a command is applied."""
@@ -95,7 +95,7 @@ class Simulation(BatchRecords):
         tracer: Tracer | None = None,
         make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler,
     ) -> None:
-        """has_restarts: whether the controller is restarted. Without restarts, it needs no journal."""
+        """has_restarts: whether the controller is restarted. Without restarts, the simulation needs no journal."""
         self.setting, self.rules, self.clock = setting, setting.rules, VirtualClock()
         self.script = Script(setting.work, seed, self.rules.batch_groups, self.rules.group_size)
         self.record = RunRecord()
@@ -111,9 +111,9 @@ class Simulation(BatchRecords):
         self._recorded: dict[int, Sequence[Group]] = {}
         """Recorded batches by train step, from the last checkpoint on."""
         self._checkpoint = 0, StreamCursor(0, {})
-        """Train step and position in the prompt stream of the last checkpoint."""
+        """Train step of the last checkpoint, and its position in the prompt stream."""
         self._carried_tokens = 0
-        """Number of tokens that the controller had when it was stopped."""
+        """Number of untrained tokens that the controller had in memory when it was stopped."""
         self._steps: TrainSteps
 
     @property
@@ -170,7 +170,8 @@ class Simulation(BatchRecords):
     # ---- one process of the controller -------------------------------------------------------------------------------
 
     def _new_process(self) -> TrainSteps:
-        """Start the engines, and return the train steps of a process that continues from the last checkpoint."""
+        """Start the engines. Return the `TrainSteps` of a controller process that continues from the last
+        checkpoint."""
         self.port.begin()
         worker = WorkerClient(self.port, HANG_S, clock=lambda: self.clock.now_s)
         make = ObservedController if self.watches else RolloutController

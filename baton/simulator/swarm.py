@@ -106,7 +106,7 @@ class Swarm(SimulatedTransport):
         self._sessions: dict[SimWorker, HubSession] = {}
         """The hub's sessions with the connected workers."""
         self.members: Membership
-        """The hub since the last start of the controller."""
+        """State of the hub, which each start of the controller creates."""
 
     # ---- methods of SimulatedTransport -------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Swarm(SimulatedTransport):
 
     def _new_hub(self) -> Membership:
         clock, spec = (lambda: self.clock.now_s), self.spec
-        # the time of a check is linear in the number of tokens; without faults, all messages are valid
+        # a check takes time linear in the number of tokens; without faults, all messages are valid and are not checked
         limits = ReportLimits(vocabulary=sys.maxsize, max_context_tokens=sys.maxsize)
         check = partial(check_report, limits=limits, text=str) if self.trouble else lambda *_, **__: None
         broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self._watches, self.count)
@@ -194,7 +194,7 @@ class Swarm(SimulatedTransport):
     def _on_message(self, worker: SimWorker, message: FromWorker) -> None:
         """Pass a message to the hub, as `Hub._converse` does."""
         session = self._sessions.get(worker)
-        # a storm repeats and reorders messages, but the messages of a connection begin with exactly one Hello
+        # ignore messages that a storm repeated or reordered: a connection begins with exactly one Hello
         if self.is_down or session is None or (session.peer is None) != isinstance(message, Hello):
             return
         try:
@@ -272,7 +272,7 @@ def _no_scorer() -> LogprobScorer:
 
 
 class FaultInjector:
-    """Applies faults to a swarm at their times."""
+    """Applies each fault to a swarm at the time of the fault."""
 
     def __init__(self, swarm: Swarm, faults: Sequence[FaultSettings], random: Random) -> None:
         """Raises UserError if a fault names an unknown worker."""

@@ -14,7 +14,7 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 KNOTS = 64
-"""Context lengths at which the time of a decode step is tabulated; others are interpolated linearly."""
+"""Number of context lengths with a tabulated decode time; times at other lengths are interpolated linearly."""
 
 
 def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
@@ -124,8 +124,8 @@ class TrainSpeed:
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Return the speed of a trainer that computes an average batch in `compute_s` seconds. The seconds are divided into
-    a time per token and a time per squared length, in proportion to their FLOPs."""
+    """Return the speed of a trainer that computes an average batch in `compute_s` seconds. These seconds are divided
+    between a time per token and a time per squared length, in proportion to FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token

@@ -45,14 +45,14 @@ class VirtualTrainer(StepTrainer):
 
 
 class VirtualStep(Pending):
-    """A train step in virtual time. With `in_background`, trainer and engines are slower while both are busy. The
-    metrics are `begin_s` and `end_s`."""
+    """A train step in virtual time. With `in_background`, trainer and engines are slower while both are busy. `result`
+    returns the metrics `begin_s` and `end_s`."""
 
     def __init__(self, trainer: VirtualTrainer, batch: Batch, *, in_background: bool) -> None:
         self._trainer, self._clock, self._step = trainer, trainer.clock, batch.step
         self._in_background = in_background
         self._left_s = trainer.setting.train.step_s(token_counts(batch.groups))
-        """Remaining time of the step, if no trajectory runs."""
+        """Remaining time of the step under the assumption that no trajectory runs."""
         self._begin_s = self._last_s = self._clock.now_s
         self._slowdown = 0.0
         """Factor by which the step has been slower since `_last_s`; 0 before the first call of `_has_ended`."""
@@ -84,6 +84,6 @@ class VirtualStep(Pending):
 
 
 def token_counts(groups: Sequence[Group]) -> list[int]:
-    """Return each trajectory's number of tokens. Masked tokens count, because the trainer computes them too."""
+    """Return each trajectory's number of tokens. Masked tokens are included, because the trainer computes them too."""
     members = [member.trajectory for group in groups for member in group.members]
     return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]

@@ -1,4 +1,4 @@
-"""The interface between the controller and simulated engines: the interface of a live run, with more methods. The
+"""The interface between the controller and simulated engines: the interface of a live run, with additional methods. The
 tokens in messages are `CountedTokens`."""
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class EngineTime:
 
 
 class SimulatedTransport(WorkerTransport, Protocol):
-    """A pool of engines or a swarm. Waits in `receive` and `load_weights` advance the virtual clock."""
+    """A pool of engines or a swarm. While `receive` or `load_weights` waits, the virtual clock advances."""
 
     def begin(self) -> None:
-        """Start the engines, at the first start and whenever the controller resumes after `restart`."""
+        """Called at each start of the controller, also after `restart`."""
         return
 
     def restart(self) -> None:

@@ -20,7 +20,7 @@ from baton.types import Abort, FromWorker, Lease, PolicyVersion
 
 
 class WorkerHost(Protocol):
-    """The hub and the network, as a simulated worker calls them."""
+    """The interface through which a simulated worker calls the hub and the network."""
 
     def try_connect(self, worker: SimWorker) -> bool:
         """Connect a worker to the hub. Return whether it is connected."""
@@ -116,7 +116,7 @@ class SimWorker:
             self._connect_later()
 
     def on_silence(self) -> None:
-        """Called when the hub has sent no message for `WorkerSession.silence_s`."""
+        """Called when the hub has sent no message for `WorkerSession.silence_s` seconds."""
         if not self.is_frozen:
             self.cut()
 
@@ -162,7 +162,7 @@ class SimWorker:
         if self.is_frozen:
             self._unread.append(message)
             return
-        # a storm may repeat and reorder messages, but a connection has exactly one Welcome, as its first message
+        # ignore messages that a storm repeated or reordered: a connection begins with exactly one Welcome
         if isinstance(message, Welcome) == self.session.is_welcomed:
             return
         try:

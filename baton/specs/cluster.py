@@ -128,7 +128,8 @@ class NodeSettings(MachineSettings):
     count: int = Field(default=1, ge=1)
     """Number of identical machines."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the machines. If `count` is above 1, -0, -1, … is appended. Default: the GPU's name in lower case."""
+    """Name of the machines. If `count` is above 1, the names end with -0, -1, …. Default: the GPU's name in lower
+    case."""
 
 
 class BetweenSettings(Settings):
@@ -220,7 +221,7 @@ def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
 
 
 def find_gpu(name: str, gpus: Mapping[str, Gpu], where: str) -> Gpu:
-    """Return a GPU type by name. `where` is the key that an error names. Raises UserError with the allowed names."""
+    """Return a GPU type by name. If the name is unknown, raises UserError with `where` and the allowed names."""
     if name not in gpus:
         lower = {known.lower(): known for known in gpus}
         near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)

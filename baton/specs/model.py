@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import UserError
 
 CACHE_BLOCK = 128
-"""Number of positions in a block of vLLM's KV cache on a CPU. On a GPU a block has 16, so this is the upper bound."""
+"""Number of positions in a block of vLLM's KV cache on a CPU: an upper bound, because a block on a GPU has only 16."""
 WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "gpt_bigcode", "persimmon"}
 """Model types whose feed-forward layer has two matrices instead of three (no gate)."""
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
@@ -135,7 +135,7 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:
-    """Return the numbers of a model, computed from its Hugging Face config. `where` names the config in errors."""
+    """Return the numbers of a model, computed from its Hugging Face config. `where`: name of the config in errors."""
     for key in NESTED:
         if isinstance(config.get(key), Mapping):
             config = {**config, **config[key]}
@@ -177,7 +177,7 @@ def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json")
 
 
 class _Reader:
-    """A reader of config values under the names that model families use."""
+    """Reads config values under the different names that model families use for them."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where

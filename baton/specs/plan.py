@@ -24,7 +24,7 @@ class Stage(msgspec.Struct, frozen=True):
 
     gpu: str
     gpu_ids: tuple[str, ...]
-    """Each GPU as `node:index`. The GPUs of one tensor-parallel group are adjacent."""
+    """Each GPU as `node:index`. The GPUs of one tensor-parallel group are adjacent in this list."""
     dp: int
     tp: int
     layers: tuple[int, int]
@@ -65,7 +65,7 @@ class Training(msgspec.Struct, frozen=True):
         return tuple(gpu for stage in self.stages for gpu in stage.gpu_ids)
 
     def row_share(self, stage: Stage) -> float:
-        """Return the share of the rows that the ranks of a stage train."""
+        """Return the share of a batch's trajectories that the ranks of a stage train."""
         total = sum(each.speed * each.dp for each in self.stages)
         return stage.speed * stage.dp / total if self.is_mixed else 1.0
 
@@ -102,7 +102,7 @@ class RewardStage(msgspec.Struct, frozen=True):
     gpu_ids: tuple[str, ...]
     """Each GPU as `node:index`."""
     trajectory_s: float
-    """Mean time of one GPU to score a trajectory."""
+    """Mean time in which one GPU scores a trajectory."""
     memory_bytes: float
     """Memory used on each GPU."""
     memory_limit_bytes: float
@@ -114,11 +114,10 @@ class RewardStage(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that a GPU scores at the same time; 1 for a classifier."""
     latency_s: float = 0.0
-    """Time in which one trajectory is scored while others are scored too. 0 for a classifier, whose latency is
+    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier, whose latency is
     `trajectory_s`."""
     context_tokens: int = 0
-    """Maximum tokens of a message to a generative reward model and of the model's reply, together; 0 for a
-    classifier."""
+    """Maximum total number of tokens of a message to a generative reward model and its reply; 0 for a classifier."""
 
     @property
     def timing(self) -> dict[str, float]:
@@ -147,11 +146,11 @@ class Breakdown(msgspec.Struct, frozen=True):
     train_s: float
     overlaps: bool
     cycle_overhead_s: float = 0.0
-    """The part of `sync_s` outside publication, such as that of journal and metrics."""
+    """The part of `sync_s` that is not publication, for example the time for journal and metrics."""
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A lower bound on the step time, and the plan's gap to it."""
+    """A lower bound on the step time, and the gap between the plan's step time and this bound."""
 
     step_s: float
     """Lower bound on the step time of all plans of the search space."""
@@ -245,7 +244,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan. Raises UserError if the file does not exist, has no plan, or has another format number."""
+    """Read a plan. Raises UserError if the file does not exist, has no plan, or has an unsupported format number."""
     if not path.is_file():
         raise UserError(f"there is no plan {path}: `baton plan … --out {path}` writes one")
     try:

@@ -47,10 +47,10 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("logging_config log_config_file", "", _NO_CODE),
     ("reasoning_parser", "", ""),  # the beginning of another name
 )
-"""Names of arguments, and what users should do instead, in [engine.vllm] and in [[reward]]. Empty: the argument is
-allowed there."""
+"""(names of arguments, advice to a user who sets one in [engine.vllm], advice to a user who sets one in [[reward]]).
+Empty advice means that the section allows the argument."""
 _CODE_KEYS = "reasoning_parser_plugin", "kv_connector_module_path", "ec_connector_module_path", "inductor_passes"
-"""Keys that execute code in arguments whose value is a table, such as `kv_transfer_config`."""
+"""Keys with which an argument whose value is a table, such as `kv_transfer_config`, can execute code."""
 _ADVICE: dict[Program, dict[str, str]] = {
     "engine": {name: advice.format(name=name) for names, advice, _ in _ROWS for name in names.split()},
     "reward": {name: advice for names, _, advice in _ROWS for name in names.split()},

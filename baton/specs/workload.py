@@ -93,9 +93,9 @@ class Workload(msgspec.Struct, frozen=True):
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Share of trajectories with a nonzero advantage. Only these need a backward pass."""
+    """Share of trajectories with a nonzero advantage. Other trajectories need no backward pass."""
     forwards_all: bool = True
-    """Whether the trainer also computes a forward pass for the other trajectories."""
+    """Whether the trainer also computes a forward pass for trajectories whose advantage is zero."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False
@@ -105,7 +105,7 @@ class Workload(msgspec.Struct, frozen=True):
     shard_size: int = 0
     """Ranks that share a copy of a stage (`trainer.shard_size`); 0: all ranks of the stage share one copy."""
     microbatch_tokens: int = 0
-    """Maximum number of tokens of a microbatch. A longer trajectory forms a microbatch of its own."""
+    """Maximum number of tokens of a microbatch. A trajectory with more tokens forms its own microbatch."""
     trainer: Trainer = "baton"
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
@@ -114,7 +114,7 @@ class Workload(msgspec.Struct, frozen=True):
     reward_batch_tokens: int = 16384
     """Maximum tokens of a batch of a classifier."""
     reward_reply_tokens: float = 0.0
-    """Mean tokens of a reply of a generative reward model; 0: a classifier."""
+    """Mean tokens of a reply of a generative reward model; 0 for a classifier."""
     reward_calls: int = 32
     """Maximum number of replies that a GPU generates at once."""
     reward_context_tokens: int = 8192
@@ -126,8 +126,8 @@ class Workload(msgspec.Struct, frozen=True):
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions that an engine allocates per slot (the embedded engine's cache); 0 if it allocates only positions in
-    use."""
+    """Positions that an engine allocates per slot (the embedded engine's cache); 0 if an engine allocates only
+    positions in use."""
     max_output_tokens: int = 0
     """Maximum response length in tokens; 0 if unknown."""
 
@@ -152,13 +152,13 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def live_context_tokens(self) -> float:
-        """Mean number of tokens, at a random time, of a running trajectory so far. Long trajectories run longer, so
-        long trajectories have more weight in this average."""
+        """Mean number of tokens that a running trajectory has at a random time. Long trajectories run longer, so long
+        trajectories have more weight in this average."""
         return self.prompt.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property
     def live_context_squared(self) -> float:
-        """Mean square of the number of tokens, at a random time, of a running trajectory so far."""
+        """Mean square of the number of tokens that a running trajectory has at a random time."""
         p, mean = self.prompt.mean, self.output.mean
         position, square = self.output.moment(2) / (2 * mean), self.output.moment(3) / (3 * mean)
         return p * p + 2 * p * position + square
@@ -242,8 +242,8 @@ class WorkAlgorithmSettings(Settings):
     recompute: bool = True
     """Recompute activations in the backward pass to save memory."""
     microbatch_tokens: int = Field(default=8192, ge=0)
-    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory forms a microbatch
-    alone."""
+    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A trajectory with more tokens forms its own
+    microbatch."""
 
 
 class WorkRewardSettings(Settings):
@@ -254,7 +254,7 @@ class WorkRewardSettings(Settings):
     concurrency: int = Field(default=1024, ge=1)
     """Maximum number of trajectories scored at once."""
     model: str | None = None
-    """Directory or config.json of a reward model, which the plan places on GPUs. It replaces the other two keys."""
+    """Directory or config.json of a reward model on GPUs of the plan. Replaces `latency_s` and `concurrency`."""
     batch_tokens: int = Field(default=16384, ge=1)
     """Maximum tokens of a batch of a classifier (`batch_tokens` of its [[reward]])."""
     reply_tokens: float = Field(default=0.0, ge=0)
