@@ -1,7 +1,7 @@
 """Baton trains language models with reinforcement learning on the hardware that its users have.
 
 The public names are imported when they are first used, so that `import baton` imports neither torch nor transformers.
-`__init__.pyi` declares them for type checkers.
+`__init__.pyi` declares the public names for type checkers.
 """
 
 import sys

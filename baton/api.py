@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "finished", "stopped", "failed"]
 Start = Callable[["Observer", StopRequest], "Loop"]
-"""Function that runs a recipe until the run is complete or a stop is requested. It closes the run's `Loop` and returns
-it."""
+"""Function that runs a recipe until the run is complete or a stop is requested. The function closes and returns the
+run's `Loop`."""
 
 
 def train(
@@ -71,13 +71,13 @@ def train(
     Args:
         model: directory of a Hugging Face causal LM, or its name on the hub.
         data: file or dataset by name, or rows with a prompt and a reference answer.
-        reward: function, name of a reward, or a list of functions and names; the values of a list are added. A function
-            receives its arguments by name: any of `prompt`, `response`, `parsed` (the answer in the response),
-            `episode`, and the columns of the data (`answer` is the row's reference). It returns a number, None for no
-            reward, or a mapping of named parts. A function with a parameter `completions` is called as in TRL.
+        reward: function, name of a reward, or a list of functions and names; the values of a list are added. A reward
+            function receives its arguments by name: any of `prompt`, `response`, `parsed` (the answer in the response),
+            `episode`, and the columns of the data (`answer` is the row's reference). It returns a number, a mapping of
+            named parts, or None if it gives no reward. A function with a parameter `completions` is called as in TRL.
         eval_data: test set. By default, a tenth of `data` is the test set and is not trained on.
-        environment: class of a multi-turn environment, or its name. The environment gives the reward, and the values of
-            reward functions are added to it. With an environment, `data` may be None.
+        environment: class of a multi-turn environment, or its name. The environment gives the reward, to which the
+            values of reward functions are added. With an environment, `data` may be None.
         tools: functions that the policy may call in a multi-turn task. With tools, the reward function scores the last
             turn.
         answer_format: format in which responses state their answer.
@@ -208,7 +208,7 @@ class TrainableRecipe(Recipe):
 
     @classmethod
     def of(cls, tree: dict[str, Any], where: str) -> Self:
-        """Return the recipe with these sections. Raises UserError with a line per mistake, each beginning with
+        """Return the recipe with these sections. Raises UserError with one line per mistake; each line begins with
         `where`."""
         recipe = parse_recipe(cls, tree, where)
         recipe._tree = tree
@@ -322,7 +322,7 @@ class Run:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a run's directory. Raises UserError if it is not a run."""
+        """Open a run's directory. Raises UserError if `path` is not the directory of a run."""
         self.path = Path(path)
         self._directory = RunDirectory.open(self.path)
 
@@ -336,8 +336,8 @@ class Run:
 
     @property
     def status(self) -> Status:
-        """`running` while a process trains; `finished`, `stopped` (it can be resumed), or `failed` (with an error, or
-        killed)."""
+        """Status of the run. `running`: a process trains. `stopped`: the run can be resumed. `failed`: the run ended
+        with an error, or its process was killed."""
         found = RunLock.status(self.path)
         if not found:  # a run of an earlier version of Baton, which stored no status
             done = max((row["step"] for row in read_metrics(self.path)), default=0)
@@ -378,7 +378,7 @@ class Run:
         return self.recipe.override({**place, **(changes or {})}).resume(callbacks=callbacks)
 
     def export(self, to: str | Path, *, step: int | None = None, dtype: str | None = None) -> Path:
-        """Write the model as a Hugging Face directory: merged, with tokenizer, generation config and model card.
+        """Write the merged model as a Hugging Face directory with tokenizer, generation config and model card.
 
         to: directory, empty or absent. step: the checkpoint's train step; default: the newest. dtype: float32, bfloat16
         or float16; default: the dtype of the model with which the run started.

@@ -49,7 +49,7 @@ class RestartRule:
 
     def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
         """Return the number of consecutive failures, and the seconds until the restart (None: no more restarts).
-        failures: number of consecutive failures before this end of the process. lived_s: time in seconds that the
+        failures: number of consecutive failures before the process ended this time. lived_s: time in seconds that the
         process ran; None if it did not start."""
         failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
         if failures > self.max_failures:
@@ -62,8 +62,8 @@ Clock = Callable[[], float]
 
 
 def time_left(seconds: float) -> Clock:
-    """Return a function that returns the seconds left until a deadline `seconds` from now; negative after the
-    deadline."""
+    """Return a function that returns the time left until a deadline, in seconds: `seconds` now, and a negative number
+    after the deadline."""
     now: Clock = time.monotonic
     end_s = now() + seconds
     return lambda: end_s - now()
@@ -77,8 +77,8 @@ torch, blake3 and zstd release the interpreter's lock."""
 _LARGE: Final = 2**18
 """Minimum size in bytes of an item that gets a thread. For a smaller item, a thread costs more time than it saves."""
 _ALL_PER_LARGE: Final = 4
-"""Maximum number of items in progress per large item, because small ones lie between: in models, norms between
-matrices."""
+"""Maximum number of items in progress, as a multiple of the maximum number of large items. The other items are small,
+such as the norms between the matrices of a model."""
 _ITEM_S: Final = 600.0
 """Maximum time in seconds that `in_order` waits for the result of one item."""
 
@@ -92,7 +92,7 @@ def begin(call: Callable[[], T]) -> Future[T]:
 
 
 def run_into(future: Future[T], call: Callable[[], T]) -> None:
-    """Run a call in this thread, and set its result or its error as the future's."""
+    """Run a call in this thread, and set the future to the call's result or exception."""
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
@@ -131,9 +131,9 @@ def in_order(
     """Compute `work(item)` for each item in several threads, and yield the results in the order of the items.
 
     num_bytes: function that returns the size of an item; small items are computed in the caller's thread. threads:
-    maximum number of large items in progress, which bounds the memory. By default, `CODERS` items are in progress, and
-    one more waits, so that no thread waits for the caller. The caller's thread reads `items`. The threads end with the
-    call, because a thread that has computed with torch keeps OpenMP's threads alive.
+    maximum number of large items in progress, which bounds the memory. By default, `CODERS` threads compute and one
+    more large item is queued, so that no thread waits for the caller. The caller's thread reads `items`. The threads
+    end with the call, because a thread that has computed with torch keeps OpenMP's threads alive.
     """
     most, threads = (CODERS + 1, CODERS) if threads is None else (threads, threads)
     num_started = num_large = 0

@@ -26,7 +26,7 @@ _SEPARATORS = frozenset("\u2028\u2029")
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:
-    """Return text whose control, formatting and lone surrogate characters are replaced by escapes such as `\\x1b`.
+    """Return text with escapes such as `\\x1b` in place of control characters, format characters and lone surrogates.
 
     An escape sequence can move the terminal's cursor, a direction mark can reorder the displayed text, and a lone
     surrogate cannot be encoded. keep: characters that are not replaced; with keep="" the result is a single line.

@@ -50,7 +50,8 @@ class DeadlineExceeded(BatonError):
 
 
 class TrainingDiverged(BatonError):
-    """A loss or a gradient is not finite, or engine and trainer differ by more than the error limits of `[trainer]`."""
+    """A loss or a gradient is not finite, or the logprobs of engine and trainer differ by more than the error limits of
+    `[trainer]`."""
 
 
 class RankLost(BatonError):
@@ -113,7 +114,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     """Error number of an OSError; 0 for other errors."""
 
     def error(self) -> BatonError | OSError | None:
-        """Return an exception to raise if `kind` is in `KINDS`, or is OSError with an error number; otherwise None."""
+        """Return the exception that `kind` names: one of `KINDS`, or an OSError with an error number; otherwise
+        None."""
         if self.kind in KINDS:
             return KINDS[self.kind](self.text)
         return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None
@@ -126,8 +128,8 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def _name_of(kind: type[BaseException]) -> str:
-    """Return the name in `NAMES` of the class or of its nearest base class that has one. For other errors, return the
-    name of the nearest class that Baton does not define."""
+    """Return the name in `NAMES` of the class or, if it has none there, of its nearest base class in `NAMES`. For other
+    errors, return the name of the nearest base class that Baton does not define."""
     named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
     foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
     return next(named, None) or next(foreign)

@@ -54,7 +54,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file. They survive a kill of the process, but a power failure may lose the last ones."""
+    """Append bytes to a file. The bytes survive a kill of the process, but a power failure may lose the last bytes."""
     with writing(path), path.open("ab", buffering=0) as file:
         while data:  # a nearly full disk first accepts a part of the data, and raises at the next write
             data = data[file.write(data) :]
@@ -92,7 +92,7 @@ def make_directory(path: Path) -> list[Path]:
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if `path`, which a user named as an output file, is a directory or not in an existing one."""
+    """Raise UserError if a user's output file `path` is a directory, or if its parent directory does not exist."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"cannot write {path}: give a file in an existing directory")
 
@@ -126,7 +126,7 @@ def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: Non
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory. It is renamed first, so that its name never refers to an incomplete directory."""
+    """Remove a directory. The directory is renamed first, so that its name never refers to an incomplete directory."""
     doomed = path.with_name(f".{path.name}.removed")
     path.rename(doomed)
     flush_to_disk(path.parent)  # otherwise a power failure could undo the rename but not the deletion of files
@@ -205,7 +205,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Add `path` to any OSError of the context that names no file. Convert I/O errors of safetensors to OSError."""
+    """If an OSError of the context names no file, add `path` to it. Convert I/O errors of safetensors to OSError."""
     try:
         yield
     except SafetensorError as error:

@@ -23,7 +23,7 @@ _MAX_RECEIVE_BYTES = 4 * 1024**2
 
 
 class FrameSocket:
-    """One end of a socket pair. One thread may send while another one receives."""
+    """One end of a socket pair. One thread may send while another thread receives."""
 
     def __init__(self, end: socket.socket, max_frame_bytes: int) -> None:
         end.setblocking(False)
@@ -113,7 +113,7 @@ def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[FrameSocket, subprocess.Popen[bytes]]:
-    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads; return a socket to it, and the child."""
+    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads; return (socket to the child, child)."""
     ours, theirs = frame_sockets(max_frame_bytes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if threads == 1:  # with more threads, passive waiting makes a step about 1.5 times as long

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """A stop was requested. It derives from BaseException, so `except Exception` does not catch it."""
+    """A stop was requested. Stopped derives from BaseException, so `except Exception` does not catch it."""
 
 
 class StopRequest:

@@ -1,8 +1,8 @@
 """The types that pass between modules: prompt → lease → segments → trajectory → group → batch, and worker messages.
 
 All types are frozen msgspec structs. The same object is passed in memory, sent over the network and written to disk.
-Values per token are in a `TokenColumn`; an encoder of msgspec needs `plain` as its `enc_hook`.
-Shapes: `L` tokens of one trajectory after its prompt, `G` trajectories of one group.
+Values per token are in a `TokenColumn`, for which a msgspec encoder needs `enc_hook=plain`. Shapes: `L` tokens of one
+trajectory after its prompt, `G` trajectories of one group.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TokenColumn(Sequence[_T]):
         self._stop = len(buffer) if stop is None else stop
 
     def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
-        """Return a view of these values followed by `values`. If the buffer already has values after this view, which a
-        longer view uses, this view's part of the buffer is copied first."""
+        """Return a view of these values followed by `values`. If the buffer continues after this view, because a longer
+        view exists, the viewed part of the buffer is copied first."""
         buffer, start = self._buffer, self._start
         if self._stop < len(buffer):
             buffer, start = self._part(), 0
@@ -87,7 +87,7 @@ def id_column(ids: Sequence[int]) -> TokenColumn[int]:
 
 
 def plain(value: object) -> list[Any]:
-    """Return the values of a `TokenColumn` as a list: the `enc_hook` of all msgspec encoders of trajectories."""
+    """Return the values of a `TokenColumn` as a list; used as `enc_hook` of all msgspec encoders of trajectories."""
     if isinstance(value, TokenColumn):
         return list(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
@@ -121,7 +121,7 @@ class FailureCause(StrEnum):
     """The reason why a trajectory has no reward."""
 
     TIMEOUT = "timeout"
-    """The scorer did not return before its deadline. If it runs in its own process, the process is killed."""
+    """The scorer did not return before its deadline. If the scorer runs in its own process, the process is killed."""
     CRASHED = "crashed"
     """The scorer's process ended."""
     RAISED = "raised"
@@ -133,7 +133,7 @@ class FailureCause(StrEnum):
 
 
 ENVIRONMENT = "environment"
-"""Name of the reward part that environments give. A multi-turn episode lacks it only if its environment failed."""
+"""Name of the environment's reward part. A multi-turn episode lacks this part only if its environment failed."""
 
 
 class EpisodeFinish(StrEnum):
@@ -182,14 +182,14 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     """Additional input of reward scorers, as plain JSON values. For a dataset row: all columns except the prompt."""
     is_conversation: bool = False
-    """True if the data had a list of messages; False if it had a text, which became the last message."""
+    """True if the prompt in the data was a list of messages; False if it was a text, which became the last message."""
 
 
 class Segment(msgspec.Struct, frozen=True):
     """A maximal run of tokens from one engine call under one policy version, or one insertion by the environment."""
 
     token_ids: Sequence[int]
-    """[L_segment] Any sequence may be given. Fields with one value per token are converted to a `TokenColumn`."""
+    """[L_segment] The constructor converts any sequence with one value per token to a `TokenColumn`."""
     behavior_logprobs: Sequence[float]
     """[L_segment] log π(token) at the sampling temperature, over the tokens in `kept`, or over the whole vocabulary if
     `kept` is empty; 0.0 for environment tokens."""
@@ -260,11 +260,11 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     """One response to a prompt. Only `extended` appends tokens."""
 
     group_id: int
-    """Id that is unique within a run. It is never reused, not even after a restart."""
+    """Id that is unique within a run. An id is never reused, not even after a restart."""
     sample_index: int
     """Index within the group, from 0. Run seed, group id, sample index and position determine the noise."""
     prompt_ids: Sequence[int]
-    """[prompt] Exactly the token ids that the engine received. Any sequence may be given."""
+    """[prompt] Exactly the token ids that the engine received. The constructor takes any sequence."""
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason | None = None
 
@@ -330,7 +330,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def turn_offset(self) -> int:
-        """Number of tokens between the prompt and the current turn, which follows the last observation; else 0."""
+        """Number of tokens between the prompt and the current turn; 0 if the trajectory has no observation."""
         offset = self.num_tokens
         for s in reversed(self.segments):
             if s.author is Author.ENVIRONMENT:
@@ -378,13 +378,13 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     """One action of the policy in a multi-turn episode, and the environment's answer."""
 
     token_offset: int
-    """Number of tokens of the path after its prompt when the turn ended. The observation's tokens begin here."""
+    """Number of the path's tokens after its prompt, at the end of the turn. The observation's tokens begin here."""
     action: str
     """Text of the turn."""
     reward: float
     observation: str
-    """Complete text of the observation. The path may contain only a part: a long observation is cut, and the last
-    observation of an episode is not added to a path."""
+    """Complete text of the observation. The path may contain less: a long observation is cut, and the last observation
+    of an episode is not added to a path."""
     digest: str
     """blake3 of the observation's text. A replay after a crash must give the same digest."""
     seconds: float
@@ -420,7 +420,7 @@ class RewardResult(msgspec.Struct, frozen=True):
     """The reward of one finished trajectory, or the reason why it has no reward."""
 
     reward: float
-    """Weighted sum of `parts`. If scoring failed, it is 0.0 and must not be used."""
+    """Weighted sum of `parts`. If scoring failed, the reward is 0.0 and must not be used."""
     parts: dict[str, float]
     """Unweighted value of each reward part that applies, by name."""
     is_correct: bool
@@ -505,7 +505,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a trajectory, in addition to the model's end-of-sequence ids."""
     stop: tuple[str, ...] = ()
-    """Strings that end a trajectory when its text contains one of them. The token that completes it is kept."""
+    """Strings that end a trajectory when its text contains one of them. The token that completes the string is kept."""
     reports_kept: bool = False
     """Report the kept tokens, and compute behavior logprobs over them. Requires top_k ≤ MAX_KEPT and a temperature
     above 0."""
@@ -576,10 +576,10 @@ class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
 
 
 class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
-    """The revocation of a trajectory whose tokens are not trusted. If it had a lease, the lease has ended."""
+    """The revocation of a trajectory whose tokens are not trusted. Any lease of the trajectory has ended."""
 
     noise_seed: int
-    """Noise seed of the lease. It distinguishes training from evaluations, whose group ids may be equal."""
+    """Noise seed of the lease. The seed distinguishes training from evaluations, whose group ids may be equal."""
     group_id: int
     sample_index: int
     cause: str

@@ -37,7 +37,7 @@ class LoadedEnvironment:
     serial: Serial = "nothing"
     """Which calls run one at a time in a process: no calls, only `reset`, or all calls. Classes of other projects may
     use the global random state of Python and numpy. With `reset` and `all`, this state is therefore seeded before
-    `reset`. With `all`, it is also saved and restored for each episode."""
+    `reset`. `all` also saves and restores the random state for each episode."""
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
@@ -70,7 +70,8 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
 def _with_tools(
     make: Callable[[], ToolEnvironment], spec: EnvironmentSpec, replay: Replay, serial: Serial, note: str = ""
 ) -> LoadedEnvironment:
-    """Load an environment with tools. Raises UserError if their schemas or the format of calls cannot be derived."""
+    """Load an environment with tools. Raises UserError if the tools' schemas or the format of calls cannot be
+    derived."""
 
     def make_configured() -> ToolEnvironment:
         environment = make()

@@ -45,7 +45,7 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
 
 
 class EpisodeKey(msgspec.Struct, frozen=True):
-    """Identity of one episode's instance. A restarted episode has the next `attempt`."""
+    """Identity of one episode's instance. A restarted episode has the next number `attempt`."""
 
     stream: int
     """Number that distinguishes training from evaluations, because their group ids may be equal."""
@@ -59,7 +59,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     action: str
     digest: str
-    """Digest of the observation that followed; see `digest_of`."""
+    """Digest of the observation after the turn; see `digest_of`."""
 
 
 class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
@@ -82,7 +82,7 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
 
     @property
     def turn(self) -> int:
-        """Number of actions of the episode, including the requested one."""
+        """Number of actions of the episode, including the requested action."""
         return self.num_left_out + len(self.log) + (self.action is not None)
 
     def without_executed_turns(self) -> ActRequest:
@@ -131,9 +131,9 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Share of the failure that counts against this call. It is below 1 only if the process ended and the episode
-    cannot be replayed. It is then 0 if the episode had no running call, or if the process was killed because of another
-    call's deadline. Otherwise it is 1 divided by the number of calls that were running in the process."""
+    """Weight of this failure in the count of failed attempts, usually 1. If the process ended and the episode cannot be
+    replayed, the weight is 1 divided by the number of calls that were running in the process; it is 0 if the episode
+    had no running call, or if the process was killed because of another call's deadline."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

@@ -30,8 +30,8 @@ for _one in _arguments:
 _out.write(json.dumps(_results))
 _out.flush()
 """
-"""Program that runs the policy's code in the sandbox. It gets the arguments of the tests but not the expected values,
-because the policy's code could otherwise return these values."""
+"""Program that runs the policy's code in the sandbox. The program receives the arguments of the tests but not the
+expected values, because the policy's code could otherwise return these values."""
 
 
 def run_python(code: str) -> str:

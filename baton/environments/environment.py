@@ -17,9 +17,9 @@ class Environment(Protocol):
     * `replay: Replay`, a class attribute, by default "log";
     * `instructions: str`, an attribute: text that precedes the first observation in the prompt;
     * `canonical() -> str`: called after `reset`, returns a string that is equal for equivalent problems. The split into
-      training and held-out problems hashes it. The default is the first observation;
+      training and held-out problems uses a hash of this string. The default is the first observation;
     * `random_action(dice: random.Random) -> str`: called after `reset`, returns a random action of the right format. A
-      warm start generates episodes with it;
+      warm start generates episodes of such actions;
     * `close()`: releases resources;
     * `prepare(**args) -> str`, a classmethod: called with the constructor's arguments when a process loads the class.
       Returns a line that is shown to the user, such as a description of the isolation, or raises UserError.

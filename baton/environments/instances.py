@@ -91,8 +91,8 @@ class EnvironmentInstances:
         return instance.observations[-1]
 
     def _rebuild(self, request: ActRequest, *, is_replaced: bool) -> _Instance:
-        """Reset a new instance and repeat the log's actions. Raises _Failed if `replay` forbids this, or if the digest
-        of an observation differs from the recorded digest."""
+        """Reset a new instance and repeat the log's actions. Raises _Failed if `replay` forbids the repetition, or if
+        the digest of an observation differs from the recorded digest."""
         loaded = self._environments[request.environment]
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"

@@ -32,7 +32,7 @@ class Maze:
         self.instructions = INSTRUCTIONS.format(moves=actions_per_turn) if form == "ragen" else ""
 
     def reset(self, *, seed: int) -> str:
-        """Start at a random cell. The goal is the cell farthest from it."""
+        """Start at a random cell. The goal is the cell that is farthest from the start."""
         dice = random.Random(f"maze:{seed}")
         self._floor = _carved(dice, self._size)
         self._player = dice.choice(sorted(self._floor))

@@ -1,11 +1,11 @@
-"""The run's side of the environment processes: queues calls, restarts processes, rebuilds episodes.
+"""Controls the environment processes of a run: queues calls, restarts processes, rebuilds episodes.
 
       submit ─▶ queue of the episode's process ─▶ running in the process ─▶ collect
                         ▲                              │ process ended, or does not respond
                         └──────────────────────────────┘ at most `retries` times, then alone in its process
 
-An episode stays on one process. This module starts no thread. One thread calls `submit`, `collect` and `discard`. These
-calls also receive the messages of the processes, and kill and restart processes.
+All calls of an episode run in one process. This module starts no thread: only one thread may call `submit`, `collect`
+and `discard`, and these methods also receive the messages of the processes, and kill and restart processes.
 
 If a process ends, each of its running calls may be the cause. These calls are retried one at a time, so that only the
 call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. The
@@ -57,20 +57,20 @@ class _QueuedCall:
 
 @dataclass(slots=True, eq=False)
 class _EnvironmentProcess:
-    """A process and its successors. Calls and episodes stay assigned to it after a restart."""
+    """A process and its successors. Calls and episodes stay assigned to this object when its process is restarted."""
 
     waiting: deque[_QueuedCall] = field(default_factory=deque)
     running: dict[calls.EpisodeKey, _QueuedCall] = field(default_factory=dict)
     episodes: dict[calls.EpisodeKey, str] = field(default_factory=dict)
     """Episodes that may have an instance in the current process → name of the environment."""
     executed: dict[calls.EpisodeKey, int] = field(default_factory=dict)
-    """Episodes with an instance in the current process → number of actions that it has executed."""
+    """Episodes with an instance in the current process → number of actions that the instance has executed."""
     popen: subprocess.Popen[bytes] | None = None
     """The running process; None between the loss of a process and the start of its successor."""
     pipe: FrameSocket | None = None
     is_ready: bool = False
     seen_at: float = 0.0
-    """Latest of: the start of the process, its last message, the start of a call while no other call was running."""
+    """Latest of three times: process start, last message, start of a call while no other call was running."""
     restart_at: float = 0.0
     num_failed_starts: int = 0
 
@@ -93,8 +93,8 @@ class EnvironmentPool:
         self._gone: set[calls.EpisodeKey] = set()
         """Episodes of environments with `replay = "never"` whose instance was lost."""
         self.never_replayed: tuple[str, ...] = ()
-        """Environments with `replay = "never"`. A restarted run must give their open episodes a new attempt, because it
-        does not know whether the pending turn was executed."""
+        """Environments with `replay = "never"`. A restarted run must start a new attempt of each open episode of these
+        environments, because it does not know whether the pending turn was executed."""
         self._done: deque[calls.Observation | calls.ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []

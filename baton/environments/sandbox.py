@@ -1,16 +1,16 @@
 """Runs Python code that a policy wrote, in a process without access to files, the network or other processes.
 
-The child is `python -I -S sandbox.py`. Before it executes the code, it permanently restricts itself:
+The child is `python -I -S sandbox.py`. Before the child executes the code, it permanently restricts itself:
 
 * rlimits limit memory, processor time, and the size and number of files;
-* Landlock (Linux 5.13) allows it to read the files of Python and the system's libraries, and to use its empty working
-  directory, but no other file;
+* Landlock (Linux 5.13) allows the child to read the files of Python and the system's libraries, and to use its empty
+  working directory, but denies all other files;
 * seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, and
   debugging calls;
 * as root, it drops its capabilities.
 
-This needs neither root nor namespaces. The code can use only the standard library. The limit of processor time decides
-whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.
+These restrictions need neither root nor namespaces. The code can use only the standard library. The limit of processor
+time decides whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def run_code(
         finally:
             process.kill()
             process.wait(START_S)
-        # the name of the directory would differ in a replay
+        # in a replay, the working directory has another name, so output must not contain the name
         stdout, stderr = (_text(file).replace(scratch, ".") for file in (out, err))
         return SandboxResult(stdout, stderr, process.returncode, is_timeout)
 
 
 @lru_cache(maxsize=2)
 def isolation(*, allow_unisolated: bool) -> str:
-    """Return a line for the user that describes the isolation. Raises PermissionError if it is incomplete."""
+    """Describe the isolation in a line for the user. Raises PermissionError if the isolation is incomplete."""
     missing = _missing()
     if missing and not allow_unisolated:
         raise PermissionError(

@@ -26,8 +26,8 @@ class EnvironmentSettings(Settings):
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one process may allocate; 0 sets no limit."""
     max_observation_chars: int = Field(default=16_384, ge=1)
-    """Maximum length of an observation in characters. A longer one is cut, and a note is appended."""
+    """Maximum length of an observation in characters. A longer observation is cut, and a note is appended."""
     allow_network: bool = False
     """Whether environment processes may use the network."""
     env: tuple[str, ...] = ()
-    """Names of further environment variables for the processes, such as an API key, besides PATH and HOME."""
+    """Names of environment variables that the processes get in addition to PATH and HOME, such as an API key."""

@@ -1,13 +1,13 @@
-"""The token bridge: continues a conversation by ids, without rendering the chat template again.
+"""The token bridge: continues a conversation by appending token ids, without rendering the chat template again.
 
     prompt ids ─▶ sampled ids of a turn ─▶ suffix ids: end of the turn, observation, start of the next turn ─▶ …
 
 Rendering and tokenising a whole conversation again can change the ids of earlier turns (BPE merges, whitespace, JSON
 rewritten by the template). The logprobs of sampled tokens would then not belong to the ids that are trained. The bridge
-only appends. It derives the text around an observation from the template, once, when the run starts.
+only appends. When the run starts, the bridge derives from the template the text around an observation.
 
-A template that removes earlier reasoning from the history cannot be continued by appending. When such a template
-removes reasoning, the whole history is rendered again, which begins a new path of the episode.
+If the template removes earlier reasoning from the history, appending is not sufficient: the whole history is then
+rendered again, which begins a new path of the episode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.policy.tokenizer import Tokenizer
 from baton.types import Message
 
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
-"""Texts that no template contains, so that their positions in a rendered conversation are known."""
+"""Texts that no template contains. In a rendered conversation, these texts mark positions."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
 """Test observation, whose text no template contains. A template that changes this text, for example by converting it to
 JSON or HTML, is refused."""
@@ -106,8 +106,8 @@ class TokenBridge:
         return self._roles[role].removes_thoughts and any(_CLOSE_THOUGHT in turn for turn in turns)
 
     def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
-        """Return the ids to append after a turn: those ids of the end of the turn that `turn_ids` lacks, the
-        observation, and the start of the next turn."""
+        """Return the ids to append after a turn: the ids of the turn's end that `turn_ids` lacks, of the observation,
+        and of the start of the next turn."""
         around = self._roles[observation.role]
         header = around.header[self._overlap(turn_ids, around.header) :]
         return (*header, *self._plain_ids(around.strip(_clean(observation.content))), *around.footer)
@@ -234,8 +234,8 @@ class TokenBridge:
 
 
 def _is_mark(token: str, template: str) -> bool:
-    """Return whether an added token is a mark: it has a form such as <think> or <|file_sep|>, or the template contains
-    it."""
+    """Return whether an added token is a mark: a token that has a form such as <think> or <|file_sep|>, or that the
+    template contains."""
     is_in_form = re.fullmatch(r"<[|｜].+[|｜]>|</?(think|tool_call|tool_response)>", token) is not None
     return bool(token.strip()) and (is_in_form or token in template)
 

@@ -111,14 +111,14 @@ def prompt_text(prompt: Any) -> str:
 
 
 def accepted_by(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are parameters of a function, or all values if the function has a `**` parameter."""
+    """Return the values whose names are parameters of a function; all values if it has a `**` parameter."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: value for name, value in values.items() if takes_all or name in parameters}
 
 
 def with_success(reward: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a reward and its `info`: `success` is whether a numeric reward is at least 1."""
+    """Return a reward and its `info`: if the reward is a number, `success` is whether it is at least 1."""
     reward = waited(reward)
     return reward, {"success": float(reward) >= 1.0} if isinstance(reward, Real) else {}
 
@@ -127,7 +127,7 @@ class ToolEnvironment:
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
 
     instructions = ""
-    """Text before the first observation. A subclass may set it; `configure` appends instructions for the tools."""
+    """Text before the first observation, which a subclass may set. `configure` appends instructions for the tools."""
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class ToolEnvironment:
         max_turns: int | None = None,
     ) -> None:
         """`tools`: functions or import paths. `family`: form of calls; the default is the form that the chat template
-        uses. `reward`: import path of a function that scores the last turn. It receives the turn's text and columns of
-        the row. Without it, the reward is 0. `max_turns`: maximum number of turns; the task's `max_turns` is the
-        default and the upper limit. Raises UserError for an unknown family, or for a function that cannot be imported
-        or has no schema."""
+        uses. `reward`: import path of a function that scores the last turn. The function receives the turn's text and
+        columns of the row; without a function, the reward is 0. `max_turns`: maximum number of turns; the task's
+        `max_turns` is the default and the upper limit. Raises UserError for an unknown family, or for a function that
+        cannot be imported or has no schema."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]

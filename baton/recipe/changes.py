@@ -64,10 +64,10 @@ MAY_CHANGE = (
     "trainer.max_mismatch_kl",
     "trainer.max_logprob_diff",
 )
-"""Keys, and whole sections, that a resumed run may change. In `sync`, they do not affect its results unless a call
-exceeds a changed limit."""
+"""Keys, and whole sections, that a resumed run may change. In `sync`, changes of these keys do not affect the run's
+results unless a call exceeds a changed limit."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
-"""Key of a section in `MAY_CHANGE` that a resumed run must not change, because it shortens observations."""
+"""Key of a section in `MAY_CHANGE` that a resumed run must not change, because observations depend on this key."""
 
 
 FROM_NEXT_STEP = (
@@ -110,7 +110,7 @@ CHANGES_BITS = (
     "trainer.speeds",
     "trainer.shard_gradients",
 )
-"""Keys that a resumed run may change. The last bits of its results may then differ."""
+"""Keys that a resumed run may change. After such a change, the last bits of the run's results may differ."""
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

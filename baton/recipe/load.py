@@ -78,7 +78,8 @@ FUNCTIONS = ("task.environment", "eval.task.environment", "reward.function")
 
 
 def _find_beside(tree: dict[str, Any], directory: Path) -> None:
-    """Replace relative paths that exist in the recipe's directory. Others are relative to the current directory."""
+    """Replace relative paths that exist in the recipe's directory. All other relative paths are relative to the current
+    directory."""
     for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
         *parents, last = key.split(".")
         nodes: list[Any] = [tree]

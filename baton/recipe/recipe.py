@@ -213,19 +213,20 @@ class Recipe(Settings):
 
     @property
     def deterministic(self) -> bool | None:
-        """Whether torch uses deterministic algorithms. With None, torch uses them only without CUDA."""
+        """Whether torch uses deterministic algorithms; None: only without CUDA."""
         asked = self.run.deterministic
         return True if asked is None and self.rollout.mode == "sync" else asked
 
     @property
     def num_fetchable_versions(self) -> int:
-        """Number of published versions that the hub keeps: all that may have sampled tokens of an unfinished
+        """Number of published versions that the hub keeps: all versions that may have sampled tokens of an unfinished
         trajectory. Verification needs the same versions."""
         return self.rules().max_staleness // self.swarm.publish_every + 2
 
     def checks_reports(self, *, others_join: bool) -> bool:
-        """Return whether the hub scores reported tokens again. With `on_new_version` "keep" it does not, because tokens
-        of a KV cache from older weights cannot be scored. others_join: whether the run did not start all workers."""
+        """Return whether the hub scores reported tokens again. With `on_new_version` "keep", the hub scores no tokens
+        again, because it cannot reproduce a KV cache from older weights. others_join: whether workers that the run did
+        not start may join."""
         inspection = self.inspection
         is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
         return is_on and (inspection.own or others_join) and self.rules().on_new_version != "keep"

@@ -44,7 +44,8 @@ class FleetSettings(Settings):
     cluster: str | None = None
     """Cluster TOML with the links, prices and GPU types for replanning."""
     workload: str | None = None
-    """Workload TOML, or a run's directory, for replanning and predictions. By default, replanning measures this run."""
+    """Workload TOML, or a run's directory, for replanning and predictions. By default, replanning uses the measured
+    workload of this run."""
     calibration: str | None = None
     """Calibration file for replanning and predictions, written by `baton profile`."""
 

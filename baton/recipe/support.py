@@ -25,8 +25,8 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether each non-default value of this axis needs a test with each non-default value of every other crossed
-    axis."""
+    """Whether each non-default value of this axis needs a test with each non-default value of every other axis with
+    `crossed`."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,6 +100,6 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def is_single(entry: SupportEntry, axis: str) -> bool:
-    """Return True if the entry names only this axis, or has default values on all axes."""
+    """Return True if the entry names this axis, and either names no other axis or has only default values."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())

@@ -1,5 +1,5 @@
-"""The journal of rollouts that no checkpoint contains yet. It records the opening of groups, the tokens, rewards and
-ends of their trajectories, and the train step that consumed each group.
+"""The journal of rollouts that no checkpoint contains yet. The journal records when groups are opened, the tokens, ends
+and rewards of their trajectories, and the train step that consumed each group.
 
 The journal is an SQLite database in WAL mode in the run's directory. `commit` writes changes to the operating system,
 so they survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop calls
@@ -106,11 +106,11 @@ _GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_
 _OF_AN_EPISODE = ("episode", "path", "turn")
 """Kinds of entries that belong to an open multi-turn episode."""
 _ORDER = {"segments": 1, "finished": 2}
-"""Order in which the entries of a group are read, after those of all other kinds."""
+"""Kinds of entries that are read last within a group, in ascending order of their number."""
 
 
 class Journal:
-    """The journal of one run. Only one thread may write to it."""
+    """The journal of one run. Only one thread may write to the journal."""
 
     def __init__(
         self,
@@ -119,23 +119,23 @@ class Journal:
         keeps_partials: bool,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open or create the journal. Raises StorageFault if it is damaged.
+        """Open or create the journal. Raises StorageFault if the journal is damaged.
 
         `path`: file of the journal; None for a journal in memory, as in the simulator. `keeps_partials`: whether
-        segments of unfinished trajectories are recorded. In `sync` mode they are not recorded, and a resumed run
-        generates these trajectories again. `before_commit`: called before each commit; raises if another process has
+        segments of unfinished trajectories are recorded. In `sync` mode such segments are not recorded, and a resumed
+        run generates the trajectories again. `before_commit`: called before each commit; raises if another process has
         taken over the directory.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
         self._is_open = False
         with self._faults():
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-            # SQLite then needs no shared memory, which network file systems lack
+            # with exclusive locking, SQLite needs no shared memory, which network file systems lack
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            # written before the table is created, so that a kill never leaves a table without a format version
+            # the format version is written first, so that a kill never leaves a table without a format version
             self._db.execute(f"PRAGMA user_version={FORMAT}")
             self._db.execute(_TABLE)
             self._check_entries()
@@ -345,15 +345,13 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
-        """Remove the entries of these kinds with this number. If `sample` is given, remove only entries of this
-        sample."""
+        """Remove the entries of these kinds with this number and, if given, this sample."""
         of_sample = () if sample is None else (sample,)
         where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
         self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
     def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
-        """Return the entries of these kinds, ordered by key. If `number` is given, return only entries with this
-        number."""
+        """Return the entries of these kinds and, if given, with this number, ordered by key."""
         of_number = () if number is None else (number,)
         where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():

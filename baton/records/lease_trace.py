@@ -113,7 +113,7 @@ class LeaseTrace:
                 held.tokens, held.begin_s = {}, math.inf
 
     def continued(self) -> None:
-        """Start new spans of the leases that `paused` has ended."""
+        """Start a new span for each lease whose span `paused` has ended."""
         now_s = self.clock()
         for held in self._held.values():
             held.begin_s = min(held.begin_s, now_s)

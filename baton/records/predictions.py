@@ -18,10 +18,10 @@ FILE = "predictions.json"
 MEMORY = "trainer memory"
 """Name of the term whose prediction depends on the number of tokens of the run's largest microbatch."""
 TOLERANCE = 0.15
-"""A prediction counts as wrong (`Comparison.is_off`) if measured divided by predicted value differs from 1 by more than
-this number. For terms whose unit is `share`, this is the allowed difference of the two values instead."""
+"""A prediction counts as wrong (`Comparison.is_off`) if measured value / predicted value differs from 1 by more than
+this number. For terms whose unit is `share`, the difference of the two values must not exceed this number."""
 WARM_SHARE = 0.2
-"""Share of the train steps, at the start of the run, that measured means exclude."""
+"""Share of the train steps that measured means exclude, from the start of the run."""
 
 Row = Mapping[str, float]
 
@@ -67,8 +67,8 @@ class Prediction(msgspec.Struct, frozen=True):
     number of bytes in the last pair, for responses of the maximum length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the value that is predicted if the largest microbatch has `tokens` tokens. None stands for the maximum
-        number."""
+        """Return the value that is predicted if the largest microbatch has `tokens` tokens. With `tokens` = None,
+        return the value for the maximum number."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T
@@ -96,7 +96,7 @@ class Predictions(msgspec.Struct, frozen=True):
     """The plan or the calibration from which the predictions come."""
     terms: tuple[Prediction, ...]
     after_step: int = 0
-    """The predictions apply to train steps after this one."""
+    """The predictions apply to the train steps after this step."""
 
     @property
     def memory(self) -> MemoryByTokens:
@@ -116,8 +116,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """Mean over train steps; for memory, the maximum."""
 
     error: float | None
-    """Measured value divided by predicted value, minus 1. For terms whose unit is `share`, and if the predicted value
-    is 0: measured value minus predicted value."""
+    """Measured value divided by predicted value, minus 1. If the unit is `share` or the predicted value is 0: measured
+    value minus predicted value."""
     is_off: bool
     """Whether the absolute value of `error` exceeds `TOLERANCE`."""
     assumption: str = ""
@@ -177,7 +177,7 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
 
 
 class RunPredictions:
-    """The predictions of a run in this process, which does not read changes of predictions.json by other processes."""
+    """The predictions of a run. Changes of predictions.json by other processes are not read."""
 
     def __init__(self, directory: Path, current: Predictions | None) -> None:
         self.current = current

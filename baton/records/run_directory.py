@@ -51,7 +51,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """`lock`: the directory's lock, which a process that writes needs. Without a lock, `check_held` does
+        """`lock`: the directory's lock, without which a process must not write. Without a lock, `check_held` does
         nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
@@ -143,7 +143,7 @@ class RunDirectory:
                     self._groups_file(later, source).unlink()
 
     def recipe(self) -> dict[str, Any]:
-        """Return the resolved recipe. Raises Damaged if it cannot be read."""
+        """Return the resolved recipe. Raises Damaged if recipe.toml cannot be read."""
         file = self.path / "recipe.toml"
         try:
             found = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -158,7 +158,7 @@ class RunDirectory:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return the content of run.json. Raises Damaged if it cannot be read."""
+        """Return the content of run.json. Raises Damaged if run.json cannot be read."""
         file = self.path / "run.json"
         try:
             found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
@@ -174,7 +174,8 @@ class RunDirectory:
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
-        """Rename a step's recorded batch, so that it leaves the run. Earlier skipped batches of the step are kept."""
+        """Remove a step's recorded batch from the run by renaming its file. Earlier skipped batches of the step are
+        kept."""
         self.check_held()
         self._groups_file(step).rename(self._groups_file(step, "skipped", self._num_skipped(step) + 1))
         flush_to_disk(self._trajectories)

@@ -4,9 +4,9 @@
     holder.json   the process that holds the directory: epoch, process id, host, start time, command
 
 A second process on the same machine is refused. A process on another machine is also refused if the network file system
-supports locks. If it does not support locks, a process on another machine can take over the directory by writing the
-next epoch to holder.json. The first process calls `check` before each durable write, so it stops before it writes
-again.
+supports locks. If the file system does not support locks, a process on another machine can take over the directory by
+writing the next epoch to holder.json. The first process calls `check` before each durable write, and stops if the
+directory has been taken over.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from baton.files import make_directory, write_whole
 
 RETRY_S = 0.05
 RETRIES = 20
-"""Number of retries of `take`. Without a run, two processes may still hold the lock for a moment: one that calls
-`status`, and a child of a killed run between fork and exec."""
+"""Number of retries of `take`. Even if no run uses the directory, two kinds of processes may hold the lock for a
+moment: a process that calls `status`, and a child of a killed run between fork and exec."""
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 

@@ -45,7 +45,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     facts: dict[str, Any] = {}
     """Further values by name. Spans `generate` have `group`, `sample`, `tokens`, `version` (policy version of the last
     token) and `ended` (`finish`, `abort`, `refused`, `dropped` or `lost`). If the tokens have several policy versions,
-    the span also has `versions` (policy version → number of tokens). Spans of the trainer have `step`."""
+    the span also has `versions` (policy version → number of tokens). Spans of the trainer have the key `step`."""
 
 
 class Tracer(Protocol):
@@ -204,7 +204,7 @@ def _read(path: Path) -> Iterator[Span]:
 
 @dataclass(slots=True)
 class StageTimer:
-    """Measures the seconds of each stage since the last `take`, and writes each stage to the trace as a span."""
+    """Measures the time of each stage since the last `take`, and writes each stage to the trace as a span."""
 
     trace: Tracer = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)

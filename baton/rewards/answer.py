@@ -31,7 +31,7 @@ INSTRUCTIONS: dict[str, str] = {
     "last_number": "Think step by step, then end with the final answer as a number.",
     "letter": 'Think step by step, then end with "Answer: " and the letter of the correct choice.',
 }
-"""Answer format → system message that asks for it, unless `answer.instruct = false`. `regex` has no message."""
+"""Answer format → system message asking for this format, unless `answer.instruct = false`. `regex` has no message."""
 
 _NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?<!\w)[$€£]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 _STATED = re.compile(
@@ -76,8 +76,9 @@ def choice_letter(text: str) -> str | None:
 
 
 def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") -> bool:
-    """Return whether a response follows the format. For `tags`, it must have exactly one `<answer>` and end with the
-    closing tag. For `boxed`, it must have exactly one `\\boxed{…}`. For all other formats, it must have an answer."""
+    """Return whether a response follows the format. With `tags`, a response must have exactly one `<answer>` and end
+    with the closing tag. With `boxed`, a response must have exactly one `\\boxed{…}`. With all other formats, a
+    response must have an answer."""
     if answer_format == "tags":
         return response.count("<answer>") == 1 and response.rstrip().endswith("</answer>")
     if answer_format == "boxed":
@@ -86,8 +87,8 @@ def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") 
 
 
 def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group of the pattern's last match that is not None; the whole match if all groups are None; None
-    without a match."""
+    """Return, for the pattern's last match, the first group that is not None, or the whole match if all groups are
+    None. Return None without a match."""
     found = list(pattern.finditer(text))
     return next((g for g in found[-1].groups() if g is not None), found[-1][0]).strip() if found else None
 

@@ -40,7 +40,7 @@ def lookup(row: Mapping[str, Any], column: str) -> Any:
 
 
 def find_reference(row: Mapping[str, Any]) -> Any:
-    """Return the row's value in the first column of `REFERENCE_COLUMNS` that has one; None if all lack one."""
+    """Return the first value that the row has in one of the `REFERENCE_COLUMNS`; None if the row has no such value."""
     return next((value for c in REFERENCE_COLUMNS if (value := lookup(row, c)) is not None), None)
 
 

@@ -50,7 +50,7 @@ BUILT_IN: dict[Signature, tuple[str, ...]] = {
 
 
 def import_function(path: str, what: str = "reward function") -> RewardFunction:
-    """Return the function with this path from `PASSED`. If there is none, import it: `path` is `module:name` or
+    """Return the function that `PASSED` has for this path, or import the function: `path` is `module:name` or
     `file.py:name`. The module may be in the current directory. Raises UserError if the import fails."""
     return PASSED[path] if path in PASSED else _imported(path, what)
 
@@ -124,7 +124,7 @@ def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Ca
 
 
 def waited(result: Any) -> Any:
-    """Return `result`. If it is awaitable, await it in a new event loop, and return the outcome."""
+    """Return `result` or, if `result` is awaitable, its outcome, awaited in a new event loop."""
 
     async def outcome() -> Any:
         return await result

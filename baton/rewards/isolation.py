@@ -166,7 +166,7 @@ def _forget_signals() -> None:
 
 
 def _wait(child: int, wake: int) -> int:
-    """Wait for the child; kill it on SIGTERM or when the run ends. Return its exit code, or 128 + its signal."""
+    """Wait for the child; kill it on SIGTERM or when the run ends. Return the exit code, or 128 + the signal number."""
     poll = select.poll()
     poll.register(0, 0)  # event mask 0: poll reports only that the other end has closed; the scorer reads the data
     poll.register(wake, select.POLLIN)

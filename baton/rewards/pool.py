@@ -1,4 +1,4 @@
-"""The run's side of the worker processes for reward scorers. `start` starts the first process; further processes start
+"""Controls the worker processes of a run's reward scorers. `start` starts the first process; further processes start
 when they are needed. A process is killed when a call exceeds its deadline.
 
 While a synchronous scorer executes a call, its worker process runs no other call. If the process hangs or crashes, this
@@ -49,7 +49,7 @@ class MachineGone(EngineFault):
 
 
 class ScorerProcess(Protocol):
-    """A process that executes calls of scorers, on this machine or on another one."""
+    """A process that executes calls of scorers, on this machine or on another machine."""
 
     is_alive: bool
     """False after `kill`, and after the process has ended."""
@@ -89,13 +89,13 @@ class BusyTime:
         self._num_calls, self._since_s, self._busy_s = 0, clock(), 0.0
 
     def change(self, num_calls: int) -> None:
-        """Add this number of calls in progress, which may be negative."""
+        """Change the number of calls in progress by `num_calls`, which may be negative."""
         with self._lock:
             self._count()
             self._num_calls += num_calls
 
     def take(self) -> float:
-        """Return the seconds, averaged over the slots, for which a call used a slot since the previous `take`."""
+        """Return the seconds for which calls used slots since the previous `take`, averaged over the slots."""
         with self._lock:
             self._count()
             busy_s, self._busy_s = self._busy_s, 0.0
@@ -123,7 +123,7 @@ class WorkerPool:
         self._setup, self._holds_model = setup, holds_model
         slots = max((s.concurrency for s in setup.specs if isinstance(s, protocol.GenerativeModelSpec)), default=1)
         self.num_slots = slots
-        """Calls that a process with a reward model makes at once. A classifier scores one batch at a time."""
+        """Calls that a process with a reward model executes at once. A classifier scores one batch at a time."""
         self._is_here = launch is None
         self._launch = launch or (lambda: LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)
@@ -149,7 +149,7 @@ class WorkerPool:
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a worker process; return a line about its isolation. Raises UserError if it cannot load its scorers."""
+        """Start a worker process, which loads its scorers; return a line about its isolation. Raises UserError."""
         if self._holds_model:
             await asyncio.shield(self._shared_worker())
         else:
@@ -204,7 +204,7 @@ class WorkerPool:
         return self._shared
 
     async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:
-        """after: a killed process. Its memory must be free before the new process starts."""
+        """Start a process. after: a killed process, whose memory must be free before the new process starts."""
         if after is not None:
             await after.ended()
         if self._unloadable:

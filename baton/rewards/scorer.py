@@ -132,7 +132,7 @@ class RewardScorer:
             )
         self._tasks, self._rewards, self._answers = tasks, rewards, answers
         self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
-        """Whether multi-turn episodes are submitted. If not, the environment's reward is the whole reward."""
+        """Whether multi-turn episodes are submitted; otherwise their reward is the environment's reward."""
         self._settings, self._places = settings or JudgeSettings(), places
         self._specs: list[Spec] = []
         self._models: dict[str, list[tuple[ModelSpecs, Launch | None]]] = {}
@@ -157,8 +157,8 @@ class RewardScorer:
 
     def start(self) -> str:
         """Start the processes of reward models, and a worker process if a scorer needs one. Return a line for the user
-        that describes its isolation, or an empty string if no process was started. Raises UserError if a process cannot
-        load a scorer."""
+        that describes the isolation of the processes, or an empty string if no process was started. Raises UserError if
+        a process cannot load a scorer."""
         if not self._specs and not self._models:
             return ""
         return self._scoring_thread().run(self._scoring_thread().start_workers()).result(self.timeout_s)
@@ -321,7 +321,8 @@ class RewardScorer:
         ]
 
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
-        """Combine the outcomes for one response. `outcomes`: name of a reward part → outcome; "": the task's scorer."""
+        """Combine the outcomes for one response. `outcomes`: name of a reward part, or "" for the task's scorer →
+        outcome."""
         task_scorer, score = self._scorers.get(call.prompt.task), outcomes.get("")
         rewards = self._rewards_of(call)
         failure = _failure(task_scorer, score)

@@ -128,7 +128,7 @@ Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
 """Where the answers of a task are scored. `inline`: the run's process calls `ScoredTask.score`. A spec: a worker
-process loads and calls the scorer, which may hang. None: only reward functions score."""
+process loads the scorer and calls it, because the scorer may hang. None: only reward functions score."""
 
 
 class ScoredTask(Protocol):

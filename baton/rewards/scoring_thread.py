@@ -50,8 +50,8 @@ class ScoringThread:
         models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
-        reward part → for each of its devices, the reward model and the function that starts its process; None starts it
-        on this machine.
+        reward part → for each device, the reward model and the function that starts the model's process; None stands
+        for a process on this machine.
         """
         self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ class ScoringThread:
         self._busy = {pool: BusyTime(pool.num_slots, self._loop.time) for pool in chain(*self._models.values())}
         self._num_calls: Counter[WorkerPool] = Counter()
         self._gone: dict[str, str] = {}
-        """Name of a reward part → why a process of its reward model cannot start on its machine."""
+        """Name of a reward part → error of the last process of its reward model whose machine was lost."""
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()

@@ -2,8 +2,8 @@
 
       run ══ calls ══▶ worker process ──HTTP on 127.0.0.1, with a random key──▶ vLLM server
 
-The worker process ends when its server ends, or does not answer a health check in time. The run then starts both again
-(`pool.py`). All processes of the server end with the worker process (`isolation.py`).
+The worker process ends when its server ends, and when the server does not answer a health check in time. The run then
+starts both processes again (`pool.py`). All processes of the server end with the worker process (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 """Maximum seconds for the server to answer a health check."""
 LOG_BYTES = 4000
-"""Number of bytes from the end of the server's output that are kept."""
+"""Maximum number of bytes of the server's output that are kept; earlier output is discarded."""
 SERVED_NAME = "reward-model"
 
 
 def command_of(spec: GenerativeModelSpec, port: int, kind: str) -> list[str]:
-    """Return the command of the server. kind: type of its device, `cuda` or `cpu`. Arguments of Baton come last, so
-    that they apply if an argument is repeated."""
+    """Return the command of the server. kind: type of the server's device, `cuda` or `cpu`. Baton's own arguments come
+    last, so that they override equal arguments of the recipe."""
     own_policy = import_module("baton.policy.tokenizer")  # by name, because this layer does not import baton.policy
     name, revision = own_policy.split_revision(spec.model)
     dtype = spec.dtype if spec.dtype != "auto" else "bfloat16" if kind == "cuda" else "float32"
@@ -173,7 +173,7 @@ class GenerativeModel:
         self._end(f"ended with exit code {code}")
 
     def _end(self, cause: str) -> None:
-        """End this process, and thereby the server; the run starts both again."""
+        """End this process, and thereby the server; the run starts both processes again."""
         line = f"{self._name}: its vLLM server {cause}; its last output: {self._shown()}\n"
         os.write(2, line.encode(errors="replace"))
         self._process.kill()

@@ -54,7 +54,7 @@ class RewardSettings(Settings):
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of this part in the sum."""
     function: str | None = None
-    """`module:name` or `file.py:name`, for kind = "function"."""
+    """Reward function as `module:name` or `file.py:name`, for kind = "function"."""
     signature: Signature | Literal["auto"] = "auto"
     """Calling convention of the function. auto: detected from the function's name and parameters."""
     isolate: bool = True
@@ -64,10 +64,10 @@ class RewardSettings(Settings):
     """URL that receives a POST request for each response, for kind = "http"."""
     template: str = ""
     """Message to a generative reward model, with {prompt}, {response} and {reference}, for kind = "model" or "http".
-    For "http", `url` is then the address of chat completions of an OpenAI API, such as
+    For "http" with `template`, `url` is the address of the chat completions of an OpenAI API, such as
     http://127.0.0.1:8000/v1/chat/completions."""
     pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """Regular expression for the reply to `template`. The first group of its last match is the number."""
+    """Regular expression for the reply to `template`. The reward is the number in the first group of the last match."""
     model: str | None = None
     """Directory of a reward model, or its name on the Hugging Face hub, for kind = "model". For kind = "http" with
     `template`, the name of the model in the server."""
@@ -81,13 +81,13 @@ class RewardSettings(Settings):
     `template`."""
     devices: tuple[str, ...] = ()
     """Devices of the reward model, such as ["cuda:2", "cuda:3"]. A process on each device holds the whole model. The
-    default is a GPU that neither trainer nor engines use, otherwise the engine's GPU, or the CPU."""
+    default is a GPU without trainer and engines; if all GPUs are used, an engine's GPU; without GPUs, the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the reward model. auto: bfloat16 on CUDA, float32 on a CPU."""
     batch_tokens: int = Field(default=16384, ge=1)
     """Maximum tokens of a batch of the reward model, with padding. On a CPU, each conversation is a batch."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Maximum duration of one call in seconds; the default is judge.deadline_s, and 120 for kind = "model"."""
+    """Maximum duration of one call in seconds; the default is judge.deadline_s, but 120 for kind = "model"."""
     concurrency: int = Field(default=32, ge=1)
     """Maximum concurrent calls of an async function, a remote scorer, or a reward model on one device."""
 
@@ -172,6 +172,6 @@ class JudgeSettings(Settings):
     network: bool = False
     """True: worker processes may use the network, for example to call a model behind a URL."""
     env: tuple[str, ...] = ()
-    """Names of further environment variables for worker processes, such as an API key, besides PATH and HOME."""
+    """Names of environment variables that worker processes get in addition to PATH and HOME, such as an API key."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one worker process may allocate; 0 sets no limit."""

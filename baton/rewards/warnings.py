@@ -19,7 +19,7 @@ MAX_EXPLAINED = 10
 EQUAL_STEPS = 3
 """Number of consecutive steps with equal rewards before the first warning; doubled after each warning."""
 FEW_CORRECT = 0.1
-"""`first_impression` suggests easier problems below this share of correct responses."""
+"""If the share of correct responses is below this number, `first_impression` suggests easier problems."""
 
 _NO_ANSWER = "{:.0f} % state no answer in the format of [answer]; read some responses, or reward the format"
 
@@ -61,7 +61,7 @@ class RewardWarnings:
 
     def stepped(self, step: int, groups: Sequence[Group]) -> list[str]:
         """Return a warning if the rewards within each group have been equal for `EQUAL_STEPS` consecutive steps, and
-        again after 2, 4, … times as many such steps. Otherwise return an empty list."""
+        again whenever the number of these steps has doubled. Otherwise return an empty list."""
         self._equal_steps = self._equal_steps + 1 if have_equal_rewards(groups) else 0
         if not self._equal_steps:
             self._next_warning = EQUAL_STEPS
@@ -147,7 +147,7 @@ def _values(scored: Sequence[ScoredTrajectory]) -> str:
 
 
 def _share_without_answer(scored: Sequence[ScoredTrajectory]) -> float:
-    """Return the share of responses without an answer. An episode counts as one with an answer."""
+    """Return the share of responses without an answer. A multi-turn episode counts as a response with an answer."""
     return sum(m.judgement.answer is None and m.episode is None for m in scored) / len(scored)
 
 

@@ -81,7 +81,7 @@ def load_scorers(setup: protocol.ScorerSetup) -> tuple[list[LoadedScorer], str |
 
 async def answer(scorers: Sequence[LoadedScorer], request: protocol.ScoreRequest) -> protocol.CallResult:
     """Execute a call. A failure of the scorer is an outcome of the call."""
-    # applies to asynchronous scorers only; the run kills the process of a synchronous scorer
+    # this limit applies to asynchronous scorers only; the run kills the process of a synchronous scorer
     limit = asyncio.timeout(request.deadline_s)
     try:
         async with limit:

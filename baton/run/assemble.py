@@ -119,9 +119,9 @@ def build_engine(
     replica: int = 0,
     direct: DirectTransfer | None = None,
 ) -> Engine:
-    """Construct the recipe's engine, which loads the model at `path`. `trainer`: the trainer of later versions, which
-    direct transfers need. `direct`: how several replicas receive versions. `replica`: index of this engine among the
-    replicas."""
+    """Construct the recipe's engine, which loads the model at `path`. `trainer`: the trainer that produces later
+    versions; direct transfers need it. `direct`: how several replicas receive versions. `replica`: index of this engine
+    among the replicas."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
     if layout is not None and layout.engines:
         own = layout.engines[replica]
@@ -202,7 +202,7 @@ def build_port(
     replicas: RemoteReplicas | None = None,
 ) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process (`build_engine`), several replicas of vLLM,
-    or a pool of engine processes. `replicas`: starts replicas on other machines instead of this one."""
+    or a pool of engine processes. `replicas`: starts replicas on other machines instead of on this machine."""
     if replicas is not None or (recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1):
         return _replicas(recipe, path, version, trace, trainer, replicas)
     if not recipe.engine.processes:
@@ -323,7 +323,7 @@ def build_loop(
 
 
 def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool) -> tuple[RunLock, Recipe]:
-    """Lock the run's directory. Return the lock, and the recipe with revisions and dtypes."""
+    """Lock the run's directory. Return the lock, and the recipe with resolved hub revisions and dtypes."""
     path = recipe.run.path
     if not resume:
         RunDirectory.check_free(path, overwrite=overwrite)
@@ -332,7 +332,7 @@ def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool
         if resume and (path / "run.json").exists():
             recorded = with_current_keys(RunDirectory.open(path).recipe())
             return lock, with_dtypes(with_revisions(recipe, recorded), recorded)
-        # checked again, because another process may have used the directory in the meantime
+        # check again: another process may have written a run before this process took the lock
         RunDirectory.check_free(path, overwrite=overwrite)
         return lock, with_dtypes(with_revisions(recipe))
     except BaseException:

@@ -18,7 +18,7 @@ from baton.rollout.engine import Resident
 
 
 class DeviceOwner(Resident, Protocol):
-    """A part that can also measure the memory of its device."""
+    """A `Resident` that can also measure the memory of its device."""
 
     def take_peak_bytes(self) -> int | None:
         """Return the peak of device memory in bytes since the last call; None on devices that do not measure it."""
@@ -49,7 +49,7 @@ class DeviceSharing:
         self._look()
 
     def metrics(self) -> dict[str, float]:
-        """Return the peak device memory since the last call: of the engine, of the trainer and of both together."""
+        """Return three peaks of device memory since the last call: of the engine, the trainer, and both together."""
         measured = self._trainer.take_peak_bytes()  # of the trainer's process; the engine may be in another
         peak = self._peak_bytes if measured is None else max(self._peak_bytes, measured + self._asleep_bytes)
         values = {

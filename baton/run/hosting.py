@@ -4,7 +4,7 @@
     tokens, quarantine, requirements ─▶ AccessControl ────────────────────┴─▶ Hub
     Hub ─▶ BackgroundPublisher ─▶ hub_status ─▶ HttpRoutes ─▶ SwarmTransport
 
-An arrow leads from an object to the objects whose constructor takes it.
+An arrow A ─▶ B means that the constructor of B takes A.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # as the hub does: without this option, the port of a run that has just ended (TIME_WAIT) would count as in use
+        # the hub sets this option too: without it, the port of a run that has just ended (TIME_WAIT) would seem in use
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((listen.host, listen.port))
@@ -189,9 +189,9 @@ class _Files:
 
     run: Path
     scratch: Path
-    """Directory for temporary files. It is removed when this process exits."""
+    """Directory for temporary files, which is removed when this process exits."""
     versions: Path
-    """Directory for the files of the last versions. It is removed when this process exits."""
+    """Directory for the files of the last versions, which is removed when this process exits."""
 
     @property
     def skeleton(self) -> Path:
@@ -203,7 +203,7 @@ class _Files:
 
     def local_tokens(self, count: int) -> list[Path]:
         """Create a token for each worker of this machine; return the files that contain the tokens."""
-        # at least one, because the hub refuses to start without a token file
+        # create at least one token, because the hub refuses to start without a token file
         paths = [self.scratch / f"local-{index}" for index in range(max(1, count))]
         for path in paths:
             write_private(path, self.token(path.name).encode())

@@ -138,7 +138,7 @@ class Loop:
     judge: RewardScorer
     port: WorkerTransport
     evaluator: Evaluator
-    """Generates and scores responses for evaluations. It has no prompts if the recipe disables evaluations."""
+    """Generates and scores responses for evaluations; has no prompts if the recipe disables evaluations."""
     controller: RolloutController
     """Part that generates responses for training."""
     journal: Journal
@@ -208,7 +208,7 @@ class Loop:
         overwrites the records of these steps.
         """
         # freeze the 400,000 objects of imported modules, because a full garbage collection in a step would visit them
-        # for 0.3 s. A collection before the freeze would also cost 0.3 s, so there is none
+        # for 0.3 s. No collection runs before the freeze, because it would also take 0.3 s
         gc.freeze()
         try:
             return self._train()
@@ -282,8 +282,8 @@ class Loop:
         return results
 
     def close(self) -> None:
-        """Stop the workers and the trainer, and close all files. An error of `train` takes precedence over an error
-        here."""
+        """Stop the workers and the trainer, and close all files. If `train` has raised an error, this error takes
+        precedence over an error of `close`."""
         try:
             with ExitStack() as parts:  # the functions are called in reverse order, so the lock is released last
                 outcome = "failed" if self.has_failed else "finished" if self.is_complete else "stopped"

@@ -37,10 +37,11 @@ from baton.trainer.parallel.schedule import stage_layers
 
 GENERATION = "generation"
 _SLEEPING = ("weights", "moments", "frozen weights")
-"""Parts that a trainer keeps while an engine uses the device."""
+"""Parts of a trainer's memory that stay allocated while an engine uses the device."""
 
 _CODED_PART_BYTES = 80 * 2**20
-"""Maximum bytes of a thread that encodes a part of a version (measured: 76 MiB with 90 % changed elements)."""
+"""Maximum memory in bytes of a thread that encodes a part of a version (measured: 76 MiB if 90 % of elements
+change)."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
@@ -57,10 +58,10 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
     name: str
     count: int
-    """Number of equal processes. On a CPU, all share the host's memory. With GPUs and empty `gpus`, each process is
-    assumed to have its own GPU."""
+    """Number of equal processes. On a CPU, all processes share the host's memory. With GPUs and empty `gpus`, each
+    process is assumed to have its own GPU."""
     phase: str
-    """The phase in which the process needs most memory."""
+    """The phase in which the process needs the most memory."""
     parts: tuple[MemoryPart, ...]
     gpus: tuple[tuple[int, ...], ...] = ()
     """The GPUs of each of the equal processes; empty on a CPU, and on other machines."""
@@ -127,8 +128,8 @@ def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
 def stages_of(
     recipe: Recipe, model: ModelSpec, *, on_cpu: bool, most_tokens: float = math.inf
 ) -> list[tuple[tuple[Phase, ...], int]]:
-    """Return a rank's phases and number of layers for each pipeline stage. Raises UserError if `trainer.stages` does
-    not fit the model's number of layers."""
+    """For each pipeline stage, return the phases and the number of layers of a rank. Raises UserError if
+    `trainer.stages` does not fit the model's number of layers."""
     layers = stage_layers(recipe.trainer.stages, model.num_layers)
     return [
         (rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage, most_tokens=most_tokens), count)
@@ -167,7 +168,7 @@ def processes_of(
 
     `layout`: this machine's GPUs; None if the run uses a CPU or other machines. On other machines, every process is
     assumed to have its own GPU, except that the embedded engine of a trainer without ranks shares the trainer's GPU. An
-    engine of kind `vllm` takes a fixed share of the memory of its GPUs. It is counted only if its GPUs are in this
+    engine of kind `vllm` takes a fixed share of its GPUs' memory. This engine is counted only if its GPUs are in this
     machine. `most_tokens`: number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
@@ -252,7 +253,7 @@ def _hub(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> ProcessMemory:
 
 
 def _reward_process(reward: RewardSettings, longest_tokens: int, *, on_cpu: bool) -> ProcessMemory:
-    """Return the memory of a reward model on each of its devices. On a CPU, it scores one trajectory at a time."""
+    """Return the memory of a reward model on each device. On a CPU, the model scores one trajectory at a time."""
     gpus = tuple((gpu,) for device in reward.devices if (gpu := gpu_of(device)) is not None)
     wide, places = value_bytes(reward.dtype, on_cpu=not gpus), gpus or len(reward.devices)
     tokens = max(longest_tokens, reward.batch_tokens) if gpus else longest_tokens

@@ -100,7 +100,7 @@ def learning_curve(run: RunDirectory, step: int) -> str:
 
 
 def _panel(title: str, points: Sequence[tuple[float, float]], left: int) -> Iterable[str]:
-    """Draw one curve in an area of 300 × 150 pixels. Its axes show the smallest and the largest value."""
+    """Draw one curve in an area of 300 × 150 pixels. The axes show the smallest and the largest value."""
     yield f'<text x="{left + 45}" y="18" font-size="13">{title}</text>'
     if not points:
         yield f'<text x="{left + 45}" y="100">no values</text>'

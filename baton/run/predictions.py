@@ -49,9 +49,9 @@ def predictions(source: str, values: Mapping[str, float | None], memory: MemoryB
 
 
 def reward_stage_s(reward_s: float, step_s: float, *, overlaps: bool) -> float | None:
-    """Return the predicted time of a step in which rewards are computed and no trajectory runs. Return None if this
-    time is below 1 % of the step, because noise would dominate a comparison. Return None also with overlap, because
-    other trajectories then run."""
+    """Return the predicted time, within a step, during which rewards are computed and no trajectory runs. Return None
+    if this time is below 1 % of the step, because noise would dominate a comparison. With overlap, return None too,
+    because other trajectories run while rewards are computed."""
     return None if overlaps or reward_s < MIN_REWARD_SHARE * step_s else reward_s
 
 
@@ -104,8 +104,8 @@ def measured_rates(
 
 
 def scaled(known: Efficiency, gpu: str, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
-    """Return an efficiency with which a GPU type is `factor` times as fast: keys in `shares` are multiplied by
-    `factor`, up to their largest values, and keys in `times` are divided by it."""
+    """Return the efficiency of a GPU type that is `factor` times as fast: the keys in `shares` are multiplied by
+    `factor`, up to their largest values, and the keys in `times` are divided by `factor`."""
     most = {key: 1.0 if key == "publish" else most_share(gpu) for key in shares}
     changed: dict[str, Any] = {key: min(most[key], getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

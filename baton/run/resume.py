@@ -94,8 +94,8 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
 
 
 def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Recipe:
-    """Return the recipe with a dtype in place of each dtype "auto": the dtype that the run to resume has used, or the
-    default for the recipe's device."""
+    """Return the recipe with each dtype "auto" replaced by the dtype that the run to resume has used or, for a new run,
+    by the default for the recipe's device."""
     kind, changes = device_type(recipe.model.device), {}
     for name in ("trainer", "engine"):
         section = getattr(recipe, name)
@@ -112,11 +112,11 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function `take`, which takes a snapshot of the run and returns a function `write`, which writes this
-    snapshot as a checkpoint. `write` writes a sealed checkpoint atomically and removes the checkpoints that are not
-    kept. With `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory, so `write` may run
-    in another thread while the trainer continues. Without `checkpoint.background`, `write` saves the state that the
-    trainer has during the call. Raises UserError if this system has no directory for files in host memory.
+    """Return a function `take`. Each call of `take` takes a snapshot of the run, and returns a function `write`.
+    `write` atomically writes the snapshot as a sealed checkpoint, and removes the checkpoints that are not kept. With
+    `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory, so `write` may run in another
+    thread while the trainer continues. Without `checkpoint.background`, `write` saves the state that the trainer has
+    during the call. Raises UserError if this system has no directory for files in host memory.
     """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
@@ -159,7 +159,8 @@ def _staging(run: RunDirectory) -> Path:
 
 
 def _copy_files(source: Path, directory: Path) -> None:
-    """Copy a directory's files. Unlike `shutil.copytree`, raises the OSError of the first file that fails."""
+    """Copy a directory's files. Unlike `shutil.copytree`, raises the OSError of the first file that cannot be
+    copied."""
     for path in sorted(source.rglob("*")):
         target = directory / path.relative_to(source)
         with writing(target):
@@ -217,8 +218,8 @@ def _recorded(run: RunDirectory) -> dict[str, Any]:
 def open_run(
     recipe: Recipe, lock: RunLock, trainer: Trainer, tokenizer: Tokenizer, place: ResumePoint, threads: int
 ) -> RunDirectory:
-    """Create the run's directory, or restore the directory and the trainer to the resume point. A start calls this
-    function after all checks, so that a failed check leaves the directory unchanged."""
+    """Create the run's directory, or restore the directory and the trainer to the resume point. A starting run calls
+    this function after all checks, so that a failed check leaves the directory unchanged."""
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
         run = RunDirectory.open(recipe.run.path, lock)
@@ -228,7 +229,7 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(_recorded(run), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # done before the new recipe is written: after a kill, the next attempt finds the same changes
+            # delete before the new recipe is written: after a kill, the next attempt finds the same changes
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.delete_rewards()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)

@@ -165,7 +165,7 @@ def _response_ids(texts: Sequence[str], encoder: PromptEncoder, end: int) -> tup
 
 
 def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
-    """Yield an endless stream of (prompt, texts): one response, or turns and observations alternately."""
+    """Yield an endless stream of (prompt, texts). The texts are one response, or turns and observations alternately."""
     if recipe.data is not None:
         for messages, response in read_demonstrations(recipe.data, recipe.run.seed):
             yield Prompt("", "", messages), (response,)

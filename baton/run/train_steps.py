@@ -24,8 +24,8 @@ from baton.trainer.trainer import StepTrainer
 from baton.types import Batch, Group
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Function (name, units of work) that returns the context of a phase, to show its progress. The context's value is a
-function that receives the number of units completed since its last call."""
+"""Function (name of a phase, units of work) that returns a context manager, which shows the progress of the phase. The
+context's value is a function that receives the number of units completed since its last call."""
 
 
 class BatchRecords(Protocol):

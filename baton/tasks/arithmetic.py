@@ -1,7 +1,7 @@
 """The tasks chain_sum and basic_arithmetic, which need no other package.
 
-They draw the same problems as the tasks of these names in reasoning-gym 0.1.25, so runs with and without that package
-are equal. Two cases differ on purpose, because reasoning-gym is wrong there:
+Both tasks draw the same problems as the tasks with these names in reasoning-gym 0.1.25, so runs with and without that
+package are equal. Two cases differ on purpose, because reasoning-gym is wrong there:
 
 * reasoning-gym raises an error if an expression divides by zero; here, another expression is drawn.
 * With `allow_parentheses = False`, reasoning-gym ignores the precedence of operators; here, the answer is the value
@@ -35,8 +35,8 @@ class _Sizes(Settings):
     max_terms: int = 6
     """Maximum number of numbers in an expression."""
     min_digits: int = Field(default=1, ge=1)
-    """Minimum number of digits. For each expression, a number of digits from `min_digits` to `max_digits` is drawn. It
-    limits the numbers of the expression."""
+    """Minimum number of digits. For each expression, a number of digits from `min_digits` to `max_digits` is drawn,
+    which limits the size of the expression's numbers."""
     max_digits: int = 4
     """Maximum number of digits."""
 
@@ -86,7 +86,7 @@ class BasicArithmetic(_Sizes):
     allow_parentheses: bool = True
     """False: expressions have neither parentheses nor negative numbers."""
     allow_negation: bool = True
-    """Put a minus sign before some parentheses. With `allow_parentheses`, numbers may be negative in any case."""
+    """Put a minus sign before some parentheses. With `allow_parentheses`, numbers may always be negative."""
     format_style: Literal["simple", "natural"] = "simple"
     """Wording of the question. natural: one of four wordings."""
     whitespace: Literal["no_space", "single", "random"] = "single"
@@ -111,7 +111,7 @@ class BasicArithmetic(_Sizes):
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:
-        """Return the parts of a random expression: an operand with some of the terms, an operator, and the rest."""
+        """Return a random expression in parts: an operand with some of the numbers, an operator, the other numbers."""
         most = 10**num_digits - 1
         num_left = dice.randint(1, num_terms)
         if num_left > 1 and dice.random() > 0.5:
@@ -207,7 +207,7 @@ def _divisor(dice: random.Random, dividend: int, most: int) -> str:
 
 
 def _common_divisors(one: int, other: int) -> list[int]:
-    """Return the divisors of the greatest common divisor g: each d ≤ √g, ascending, followed by g / d."""
+    """Return the divisors of the numbers' greatest common divisor g: each d ≤ √g, ascending, followed by g / d."""
     greatest = math.gcd(one, other)
     small = (each for each in range(1, math.isqrt(greatest) + 1) if greatest % each == 0)
     return [divisor for each in small for divisor in dict.fromkeys((each, greatest // each))]

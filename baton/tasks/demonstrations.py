@@ -4,8 +4,8 @@ A pretrained model starts RL with several styles of answering, some better than 
 randomly initialised model three styles: two that reason before the answer, and one that does not. Some demonstrations
 of each style have a wrong answer. RL then learns which style earns more reward.
 
-Episodes of environments consist of random actions. They show the format and the environment's responses, but no
-solutions.
+Episodes of environments consist of random actions. These episodes show the format and the environment's responses, but
+no solutions.
 """
 
 from __future__ import annotations

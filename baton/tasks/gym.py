@@ -29,8 +29,8 @@ from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
-"""Number of items of each reasoning-gym dataset object. It is small, because some generators prepare all items in
-advance."""
+"""Number of items of each reasoning-gym dataset object. The number is small, because some generators prepare all items
+in advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})

@@ -1,8 +1,8 @@
 """Reads the rows of a JSONL file, a parquet file or a Hugging Face dataset, with locations for error messages.
 
 A dataset on the hub is read with the library `datasets`, so its cache, offline mode (HF_HUB_OFFLINE) and token
-(HF_TOKEN, or `hf auth login`) apply. Without network, it is read from the cache of `datasets`, or from the snapshot
-that `hf download --repo-type dataset` stored in the hub cache.
+(HF_TOKEN, or `hf auth login`) apply. Without network, such a dataset is read from the cache of `datasets`, or from the
+snapshot that `hf download --repo-type dataset` stored in the hub cache.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ProblemSettings(Settings):
     """A source of problems: the keys that [[task]] and [[eval.task]] have in common."""
 
     name: str
-    """Name in metrics and reports. Without `gym`, `path` and `environment`, also the reasoning-gym task."""
+    """Name in metrics and reports; also the reasoning-gym task, if `gym`, `path` and `environment` are not set."""
     gym: str | None = None
     """reasoning-gym task; the default is `name`."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -214,9 +214,9 @@ class TaskMixture:
         self.answers = {s.name: s.answer or answer for s in every}
         """Task name → answer format."""
         self.samples = {s.name: s.samples for s in tests if s.samples is not None}
-        """Test set → number of sampled responses per prompt, where its [[eval.task]] states this number."""
+        """Test set → number of sampled responses per prompt, if its [[eval.task]] states this number."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
-        """Function that returns whether a prompt leaves room for a response; `limit` sets it."""
+        """Function that returns whether a prompt leaves room for a response; the method `limit` sets this function."""
         self._trains_all = {s.name for s in settings if s.held_out == "none"}
         self._tests = {s.name: s for s in tests}
         self._tested = {
@@ -276,7 +276,8 @@ class TaskMixture:
 
         If there are test sets, return their prompts instead. A test set gives as many prompts as its own key
         `num_prompts` states. Without this key, it gives all problems of its `path` if `uses_all` is True, else as many
-        as the argument `num_prompts` states. Without `or_fewer`, the argument is also the maximum for each test set.
+        as the argument `num_prompts` states. Without `or_fewer`, the argument `num_prompts` is also the maximum for
+        each test set.
 
         Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, and for a
         test set, it raises this error only if no held-out problem is found.
@@ -323,7 +324,7 @@ class TaskMixture:
 
 
 class PromptStream:
-    """The endless training stream of a mixture. Its state is the number of draws from each task."""
+    """The endless training stream of a mixture. The state of the stream is the number of draws from each task."""
 
     def __init__(self, mixture: TaskMixture, seed: int, start: Mapping[str, int] | None = None) -> None:
         """`start`: the `position` of an earlier stream, from which this stream continues."""

@@ -11,16 +11,16 @@ from baton.rewards.scorer_protocol import ScoredTask
 from baton.types import Message
 
 HELD_OUT_PERCENT = 10
-"""Percentage of distinct problems that are held out. RL does not train on them unless `held_out = "none"`; a warm start
-does not generate demonstrations for them."""
+"""Percentage of distinct problems that are held out. RL does not train on held-out problems unless `held_out = "none"`;
+a warm start generates no demonstrations for held-out problems."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem as its source states it. `TaskMixture.prompt` makes a prompt from it."""
+    """A problem as its source states it. `TaskMixture.prompt` makes a prompt from a problem."""
 
     question: str
     canonical: str
-    """Canonical form, equal for all wordings of a problem. The train/held-out split hashes it."""
+    """Canonical form, equal for all wordings of a problem. The train/held-out split uses a hash of this form."""
     answer: str | None
     metadata: dict[str, Any]
     """Data that `score` needs and, for a problem from a file, the other columns of its row. Plain JSON values."""

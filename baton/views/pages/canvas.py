@@ -31,7 +31,7 @@ _VARIABLES = {
 }
 WIDTH_IN, HEIGHT_IN = 5.0, 2.85
 LEGEND_CHARACTERS = 58
-"""Maximum number of characters per line of the legend; a marker counts as four."""
+"""Maximum number of characters per line of the legend; a marker counts as four characters."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "baton",  # without a fixed salt, ids are random, and the pages of two equal runs differ
@@ -123,7 +123,7 @@ def stack_bars(
 
 
 def _tick(axes: Axes) -> None:
-    """Set round numbers as ticks of the vertical axis. They are plain text, because math text is off in `_STYLE`."""
+    """Set round numbers as ticks of the vertical axis, in plain text, because math text is off in `_STYLE`."""
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))

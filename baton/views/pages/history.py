@@ -16,7 +16,7 @@ from baton.records.run_directory import RecordedEvaluation, RunDirectory
 from baton.types import ScoredTrajectory
 
 MAX_SAMPLED_STEPS = 40
-"""Maximum number of train steps whose trajectories are read. If a run has more, evenly spaced steps are read."""
+"""Maximum number of train steps whose trajectories are read. If a run has more steps, evenly spaced steps are read."""
 
 Floats = NDArray[np.float64]
 Item = TypeVar("Item")

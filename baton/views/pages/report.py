@@ -259,7 +259,6 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage."""
     return f"{100 * share:.1f} %"
 
 

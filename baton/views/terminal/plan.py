@@ -116,7 +116,7 @@ def _roles(plan: Plan) -> Table:
 
 
 def training_shape(plan: Plan, stage: Stage) -> str:
-    """Return the parallel shape of a stage, or of a part of a mixed stage, in words."""
+    """Return the parallel shape of a trainer stage as text, or of one type's part if the stage mixes GPU types."""
     training = plan.training
     if not training.is_mixed:
         return f"dp {stage.dp} · tp {stage.tp}"
@@ -134,7 +134,7 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return a plan's throughput, its ratio to the reference's, and price per hour and million trained tokens."""
+    """Return throughput, ratio to the reference's throughput, price per hour, price per million trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",
@@ -176,7 +176,6 @@ def gpu_names(gpu_ids: Sequence[str]) -> str:
 
 
 def money(value: float, currency: str) -> str:
-    """Return a price with its currency."""
     if value >= 1000:
         return f"{value:,.0f} {currency}"
     return f"{value:.2f} {currency}" if value >= 1 else f"{value:.3g} {currency}"

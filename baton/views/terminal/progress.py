@@ -79,7 +79,7 @@ class TerminalObserver(_StepsProgress):
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         self.update(self._steps, completed=step)
-        # absent if no trajectory has an advantage
+        # metrics lack the entropy if no trajectory has an advantage
         entropy = f"{metrics['policy/entropy']:5.3f}" if "policy/entropy" in metrics else "    –"
         self.console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
@@ -103,7 +103,7 @@ class TerminalObserver(_StepsProgress):
 
 
 def _replicas(metrics: Mapping[str, float]) -> str:
-    """Return the slowest of a run's replicas and those that serve an older version; empty without replicas."""
+    """Return text about the slowest replica and the replicas that serve an older version; empty without replicas."""
 
     def values(name: str) -> dict[str, float]:
         found = ((key.split("/"), value) for key, value in metrics.items() if key.startswith("replicas/"))
