@@ -197,9 +197,9 @@ class Segment(msgspec.Struct, frozen=True):
     """Number of the version whose weights computed the logits of these tokens."""
     author: Author = Author.POLICY
     routing: Sequence[bytes] = ()
-    """[L_segment] Experts selected at the position that computed each token's logits: [routers × experts per token], one
-    byte per expert, or two if a router has more than 256 experts. Empty unless the model is a mixture of experts and
-    the engine reports its routing."""
+    """[L_segment] Experts selected at the position that computed each token's logits: [routers × experts per token],
+    one byte per expert, or two if a router has more than 256 experts. Empty unless the model is a mixture of experts
+    and the engine reports its routing."""
     kept: Sequence[bytes] = ()
     """[L_segment] Sampling mask: ascending ids of the tokens that top-k and top-p kept, encoded by `kept_dtype`. Empty
     unless the lease has `SamplingParams.reports_kept`."""
