@@ -111,7 +111,7 @@ class _StatusCollector(Collector):
         yield _gauge("publication", published, status.publication, "what")
         yield _gauge("provisioning", "Quantities of the provisioning rule", status.rule, "what")
         yield _gauge("quarantined", "Workers in quarantine", len(status.quarantine))
-        yield _gauge("denied", "Requests without a valid token", status.denied)
+        yield _gauge("denied", "Refused requests: no valid token, another role, or a quarantine", status.denied)
         yield _gauge("malformed", "Connections ended because of an invalid message", status.malformed)
         yield _gauge("not_inspected", "Trajectories that could not be scored again", status.not_inspected)
         yield _gauge("loop_delay_seconds", "Maximum delay of the hub's event loop", status.loop_delay_s)
