@@ -23,8 +23,8 @@ class TokenColumn(Sequence[_T]):
     """One value per token: a read-only view of a buffer that only grows.
 
     `appended` adds values to the buffer and returns a longer view, so the views of a growing trajectory share one
-    buffer. The length of a view never changes. A view of an `array` needs 4 bytes for a token id and 8 for a logprob,
-    and at most 1/16 more for growth.
+    buffer. The length of a view never changes. An `array` as buffer needs 4 bytes per token id or 8 bytes per logprob,
+    and at most 1/16 more as room for growth.
     """
 
     __slots__ = ("_buffer", "_start", "_stop")
@@ -101,7 +101,7 @@ class Author(StrEnum):
 
 
 MAX_KEPT = 512
-"""Maximum number of tokens in a sampling mask."""
+"""Maximum number of tokens in a sampling mask (the tokens that top-k and top-p keep)."""
 
 
 def kept_dtype(vocabulary: int) -> str:
@@ -156,7 +156,7 @@ class PolicyVersion(msgspec.Struct, frozen=True):
     """The identity of one set of weights."""
 
     lineage: str
-    """Id that changes when a run resumes from a checkpoint, so that versions with equal numbers have distinct ids."""
+    """Id that changes when a run resumes from a checkpoint; distinguishes versions with the same number."""
     number: int
     """Number of train steps since the start of the run."""
     digest: str = ""
@@ -262,7 +262,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     group_id: int
     """Id that is unique within a run. An id is never reused, not even after a restart."""
     sample_index: int
-    """Index within the group, from 0. Run seed, group id, sample index and position determine the noise."""
+    """Index within the group, from 0. With run seed, group id and token position, it determines the sampling noise."""
     prompt_ids: Sequence[int]
     """[prompt] Exactly the token ids that the engine received. The constructor takes any sequence."""
     segments: tuple[Segment, ...] = ()
@@ -378,7 +378,7 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     """One action of the policy in a multi-turn episode, and the environment's answer."""
 
     token_offset: int
-    """Number of the path's tokens after its prompt, at the end of the turn. The observation's tokens begin here."""
+    """Number of tokens in the path, without its prompt, at the end of the turn. The observation's tokens begin here."""
     action: str
     """Text of the turn."""
     reward: float
@@ -396,8 +396,8 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
 class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """The turns of one attempt at a multi-turn task.
 
-    An episode is one trajectory (path) as long as its history is only appended to. A rewritten history becomes
-    the prompt of a new path. Each token of the policy is trained only in the path where it was sampled.
+    While turns are only appended to the history, the episode has one trajectory (path). A rewritten history becomes the
+    prompt of a new path. Each token of the policy is trained only in the path where it was sampled.
     """
 
     exchanges: tuple[Exchange, ...] = ()
@@ -409,9 +409,9 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     """Numbers that the environment reported with its last observation."""
     is_success: bool | None = None
-    """Whether the environment reported success with its last observation; None if it did not report it."""
+    """Success or failure as the environment reported it with its last observation; None if it reported neither."""
     discount: float = 1.0
-    """Discount factor per turn for later rewards, from the task."""
+    """The task's discount factor per turn for the rewards of later turns."""
     num_failures: int = 0
     """Number of earlier attempts whose environment failed. Only these attempts count towards the limit of attempts."""
 

@@ -1,9 +1,9 @@
-"""Converts a batch to training samples, and computes metrics that need no model. No other module of the trainer reads
-groups.
+"""Converts a batch to training samples, and computes metrics that need no model. Only this module of the trainer reads
+`Group`.
 
 A sample is one path of an episode; a single-turn episode has one path. Numbers of a whole episode, such as the reward,
-are computed here, because the paths of an episode may be in different microbatches and on different ranks. Shapes: L
-tokens of one path after the prompt, P of which the policy wrote.
+are computed here, because the paths of an episode may be in different microbatches and on different ranks. Shapes: a
+path has L tokens after its prompt; the policy wrote P of them.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def estimate(
     token_rewards: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
 ) -> list[FloatArray]:
-    """Return the [P] advantages of each sample of a whole batch. The estimator receives whole episodes, with the tokens
-    of all paths of an episode in order. `token_rewards` and `values`: one [P] array per sample."""
+    """Return the [P] advantages of each sample of a whole batch. The estimator receives the paths of an episode
+    concatenated in order. `token_rewards` and `values`: one [P] array per sample."""
     places = range(len(samples))
     episodes = [list(paths) for _, paths in groupby(places, key=lambda place: samples[place].name)]
 
@@ -254,7 +254,7 @@ def batch_metrics(
     Rewards and accuracy are means over scored episodes; they are absent if no episode is scored. `reward/std` has
     divisor N. `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored
     members. `judge/groups_lost` counts groups with too few scored members for training. The length of an episode is its
-    number of policy tokens. `longest`: maximum length. `samples`: the training samples of the batch, for staleness.
+    number of policy tokens. `longest`: maximum length. `samples`: the batch's training samples, for staleness.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]

@@ -19,9 +19,10 @@ class TrainerSettings(Settings):
     """[trainer] Optimisation of the policy."""
 
     optimizer: OptimizerName = "adamw"
-    """`adamw` is AdamW with moments in float32. `adamw8bit` keeps the moments in 8 bits, with a scale per 256 values,
-    which saves 6 of 16 bytes per parameter (torchao: `baton-rl[optimizer]`); the moments of tensors below 4,096 values
-    stay in float32. The update of `adamw8bit` is compiled at the first step; on a CPU this requires a C++ compiler."""
+    """`adamw` is AdamW with moments in float32. `adamw8bit` (torchao: `baton-rl[optimizer]`) keeps the moments in 8
+    bits, with one scale per 256 values. Weights, gradients and moments then take 10 instead of 16 bytes per parameter.
+    The moments of tensors with fewer than 4,096 values stay in float32. The update of `adamw8bit` is compiled at the
+    first step; on a CPU, compiling requires a C++ compiler."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -33,36 +34,36 @@ class TrainerSettings(Settings):
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay per unit of learning rate; applies only to matrices."""
+    """AdamW's weight-decay coefficient; applies only to parameters with two or more dimensions."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum Euclidean norm of an update's gradient; larger gradients are scaled down. `inf` disables clipping."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
-    """Compile the model's blocks with torch, for padded and for packed rows. On a CPU, steps are about a third faster
-    (about half in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled
-    kernels depend on the first batches, so a resumed run may differ in the last bits."""
+    """Compile the model's transformer blocks with `torch.compile`, with or without `packing`. On a CPU, steps are about
+    a third faster (about half in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler.
+    The compiled kernels depend on the first batches, so a resumed run may differ in the last bits."""
     max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
-    """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token: the run warns
-    above the first limit, and a train step fails before its next update above the second limit. Typical values: 1e-9 in
+    """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token: above the first,
+    the run logs a warning; above the second, the train step fails before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """Two limits, like those of `max_mismatch_kl`, of the largest difference between the engine's and the trainer's
-    logprob of a token, in nats."""
+    """Two limits (warning and error, as in `max_mismatch_kl`) of the largest difference between the engine's and the
+    trainer's logprob of a token, in nats."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Maximum number of tokens, including padding, in one forward and backward pass. A smaller number needs less
-    memory, and changes the update only by rounding. A trajectory longer than this number forms a microbatch alone."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. A smaller number saves memory;
+    apart from rounding errors, the update stays the same. A longer trajectory forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
     """Concatenate trajectories instead of sorting them by length and padding them. `auto` concatenates only on CUDA."""
     share_prompts: bool = False
-    """Compute the prompt of a group once for all trajectories of the group in a microbatch. Prompts are shared only in
-    minibatches in which this reduces the estimated cost. The update changes only by rounding. Requires one rank; cannot
-    be combined with `compile` or `moe_replay`."""
+    """Compute the prompt of a group once for all trajectories of the group in a microbatch. A minibatch shares prompts
+    only if sharing reduces its estimated cost. Apart from rounding errors, the update stays the same. Requires one
+    rank; cannot be combined with `compile` or `moe_replay`."""
     metrics_of_all_tokens: bool = False
     """Also run a forward pass for episodes whose advantages are all 0. The metrics of entropy, mismatch and importance
     weights are then means over all trained tokens, including tokens without a gradient. The update does not change.
-    With `false`, this forward pass runs only if the loss depends on these episodes."""
+    With `false`, episodes whose advantages are all 0 get a forward pass only if the loss depends on them."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. Saves memory, but needs about a third more
     computation."""
@@ -72,23 +73,23 @@ class TrainerSettings(Settings):
     start of the step. `engine`: all passes use the experts that the engine chose (requires engine.report_routing)."""
 
     ranks: int = Field(default=1, ge=1)
-    """Number of processes that shard model, gradients and optimiser state. 1 trains in the controller process."""
+    """Number of processes that shard model, gradients and optimiser state. With 1, the controller process trains."""
     stages: int | tuple[int, ...] = 1
     """Number of pipeline stages, or a list with the number of layers of each stage, such as [10, 14, 6]. The number of
-    stages must divide `ranks`; the ranks of a stage share its layers. The first stage has the embedding, the last one
-    the head."""
+    stages must divide `ranks`; the ranks of a stage share its layers. The first stage also has the embedding, the last
+    stage the head."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of ranks that split each matrix product, according to the model's plan in transformers. Must divide
-    `ranks`."""
+    """Number of ranks that split each matrix product, according to the model's tensor-parallel plan in transformers.
+    Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide the number of
-    ranks per stage. With a smaller value, the ranks of a copy can share a fast network, such as the network within a
-    machine, but each rank needs more memory. Default: all ranks share one copy."""
+    ranks per stage. With fewer ranks per copy, all ranks of a copy may be within one machine, whose network is faster,
+    but each rank needs more memory. Default: all ranks share one copy."""
     speeds: tuple[float, ...] = ()
     """Relative speeds of the data-parallel ranks of each stage, in rank order, such as [2, 1]. Each rank gets rows in
     proportion to its speed. Each rank's `max_tokens_per_microbatch` is multiplied by its speed divided by the largest
-    speed. The speeds change the update only by rounding errors. `baton train --plan` sets the key for ranks on two GPU
-    types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
+    speed. Apart from rounding errors, the update does not depend on the speeds. `baton train --plan` sets this key for
+    ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory, but
     takes more time."""

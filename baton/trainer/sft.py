@@ -18,7 +18,7 @@ LENGTH_MULTIPLE = 8
 """Multiple to which row lengths are rounded up, because bfloat16 kernels on a CPU are compiled for each shape."""
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.05
-"""Decoupled weight decay per unit of learning rate; applies only to matrices."""
+"""AdamW's weight-decay coefficient; applies only to parameters with two or more dimensions."""
 MIN_LR_FRAC = 0.02
 """Final learning rate of the cosine decay, as a fraction of the peak."""
 MAX_GRAD_NORM = 1.0

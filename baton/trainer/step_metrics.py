@@ -24,18 +24,18 @@ class TokenSums(NamedTuple, Generic[Scalar]):
     tokens: Scalar
     entropy: Scalar
     clipped: Scalar
-    """Number of tokens whose ratio the objective clipped."""
+    """Number of tokens whose probability ratio the objective clipped."""
     moved: Scalar
     """Sum of the k3 estimates of KL(anchor ‖ current). The anchor is the policy at the start of the train step; with
     the correction `bypass`, it is the behavior policy."""
     weight: Scalar
-    """Sum of the weights after the correction."""
+    """Sum of the tokens' importance weights after `algorithm.correction`."""
     cut: Scalar
-    """Number of tokens whose weight the correction truncated or set to 0."""
+    """Number of tokens whose importance weight the correction truncated or set to 0."""
     reference_kl: Scalar
     """Sum of the estimates of the KL divergence to the reference model; 0 without a reference model."""
     clamped_kl: Scalar
-    """Number of tokens whose KL estimate exceeded its bound; 0 without a reference model."""
+    """Number of tokens whose estimated KL divergence to the reference exceeded `MAX_K3`; 0 without a reference."""
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class Totals:
     largest: int = 0
     """Number of tokens, including padding, in the largest microbatch of this rank."""
     imbalance: float | None = None
-    """Largest `places` of any rank, divided by the mean over ranks. With `trainer.speeds`, the `places` of each rank is
-    first divided by the rank's relative speed. None with one rank."""
+    """Largest number of tokens including padding (`places`) of any rank, divided by the mean over ranks. With
+    `trainer.speeds`, each rank's number is first divided by the rank's relative speed. None with one rank."""
 
     def add(
         self,
@@ -139,8 +139,8 @@ class Totals:
         return found
 
     def _value_metrics(self) -> dict[str, float]:
-        """Return the critic's metrics. `value/explained_var`: 1 − Σ (R − V)² / Σ (R − mean R)²; absent if all R are
-        equal."""
+        """Return the critic's metrics. `value/explained_var`: 1 − Σ (R − V)² / Σ (R − mean R)² over the tokens' returns
+        R and values V; absent if all R are equal."""
         sums, num_tokens = self.values, max(1.0, self.values.tokens)
         found = {"value/loss": statistics.fmean(self.value_losses), "value/clip_frac": sums.clipped / num_tokens}
         if self.value_grad_norms:

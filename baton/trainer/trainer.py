@@ -59,7 +59,7 @@ class StepTrainer(Protocol):
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the current weights, whose digest is empty until the weights are published or saved."""
+        """The version of the current weights. Its digest is empty until the weights are published or saved."""
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         """Start one train step, which produces the next version. `in_background`: return before the end of the step; if
@@ -91,8 +91,8 @@ class Trainer(StepTrainer, Protocol):
 
 
 class _StartedStep(Pending):
-    """Runs a step. In the background, the step gets a new thread, which ends with the step, because OpenMP threads live
-    as long as the thread that has used torch."""
+    """Runs a step, with `in_background` in a thread of its own. This thread ends with the step, because the OpenMP
+    threads that torch starts live as long as the thread that called torch."""
 
     def __init__(self, step: Callable[[], dict[str, float]], *, in_background: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "trainer")

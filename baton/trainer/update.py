@@ -44,8 +44,8 @@ class Learner:
 def make_learners(
     model: PreTrainedModel, critic: Critic | None, settings: TrainerSettings, algorithm: AlgorithmSettings
 ) -> list[Learner]:
-    """Return the learner of the policy and, if there is a separate critic, the learner of the critic. The policy's
-    learner includes a shared critic's head."""
+    """Return the learner of the policy and, if there is a separate critic, the learner of the critic. If the critic
+    shares the policy's layers, the policy's learner trains the critic's head."""
     policy = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [(policy, settings.lr)]
     if critic is not None:
@@ -81,7 +81,7 @@ class Update:
     is raised only after all passes: a rank that stopped earlier would block the other ranks in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Perform one update. Raises TrainingDiverged before the weights change if loss or gradient is not finite, or
+        """Perform one update. Raises TrainingDiverged, before the weights change, if loss or gradient is not finite, or
         if the mismatch of engine and trainer exceeds its error limit."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
@@ -200,7 +200,7 @@ class Update:
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
         num_tokens = micro.num_tokens - micro.inputs.num_repeated
-        # The tokens of an idle microbatch count too, because a forward pass computes them.
+        # An idle microbatch (filler for a rank with fewer rows) counts too, because a forward pass computes its tokens.
         num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
         value = self.totals.add(sums, distance, num_tokens=num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)

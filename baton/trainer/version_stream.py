@@ -17,11 +17,11 @@ from baton.weights.direct.stream import BUCKET_TENSORS
 
 
 class VersionStream:
-    """The tensors of a model, named as in the model's files, in buckets that are equal on all ranks."""
+    """Groups a model's tensors, named as in the model's files, into buckets. All ranks form the same buckets."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, gather: Gather, bucket_bytes: int) -> None:
-        """`dtype`: dtype in which weights are published. Raises UserError if the model has adapters, or if a tensor in
-        the model's files combines several tensors of the model, because tensors can then not be sent one by one."""
+        """`dtype`: dtype in which weights are published. Raises UserError for a model whose tensors cannot be sent one
+        by one: it has adapters, or a tensor in its files combines several tensors of the model."""
         layout = None if has_adapters(model) else file_layout(model)
         if layout is None:
             raise UserError(

@@ -1,4 +1,5 @@
-"""Encodes and decodes numbers and byte streams in one block. A stream is compressed with zstd if this makes it smaller.
+"""Writes numbers and byte streams one after another into a block, and reads them back. A stream is compressed with zstd
+if compression makes it smaller.
 
     number   7 bits per byte, the lowest bits first; the eighth bit is set if another byte follows (LEB128)
     stream   shorter than 16 bytes: the raw bytes
@@ -55,7 +56,7 @@ class BitWriter:
         self._parts.append(bytes(coded))
 
     def stream(self, data: Bytes) -> None:
-        """Append bytes, which must not change later. The reader must know their number, which is not written."""
+        """Append bytes, which must not change later. Their number is not written, so the reader must know it."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
             self._parts.append(raw.tobytes())

@@ -32,7 +32,7 @@ class FetchStats:
     bad_sources: set[str] = field(default_factory=set)
     """Names of the sources that sent wrong data. A source that failed without sending data is not included."""
     num_steps: int = 0
-    """Number of versions that the fetch applied, including the requested version; 0 if no chunk was needed."""
+    """Number of encodings, one per version, that the fetch had to decode one after another; 0 if it needed no chunk."""
     seconds: float = 0.0
 
     @property
@@ -41,14 +41,14 @@ class FetchStats:
 
 
 class ChunkFetcher:
-    """Requests data from one source after another until an answer passes verification. Each fetch has its own object,
-    which sends one request at a time, even if several threads use it."""
+    """Requests data from one source after another until an answer passes verification. Each fetch creates its own
+    ChunkFetcher, which sends one request at a time, even if several threads use it."""
 
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
-        """Start the time limit of `deadline_s` seconds. Sources in `avoided` are queried last; `blame` adds a source to
-        `avoided`."""
+        """The fetch may take `deadline_s` seconds from this call on. Sources in `avoided` are queried last; `blame`
+        adds a source to `avoided`."""
         self._sources, self.record, self._avoided = sources, record, avoided
         self._order, self._lock = random.Random(), threading.Lock()
         self._deadline_s = deadline_s

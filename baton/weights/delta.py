@@ -1,5 +1,5 @@
-"""Encodes a part of a version's bytes as the difference to the same part of the base version. Decoding is bit-exact for
-every dtype.
+"""Encodes a part (a byte range of a version's flat buffer) as the difference to the same part of the base version.
+Decoding is bit-exact for every dtype.
 
     coding  content
     same    nothing: all elements equal those of the base
@@ -37,7 +37,7 @@ means that "sparse" is always tried."""
 _DENSE_ABOVE: Final = 0.25
 """Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
 _BLOCK: Final = 2**18
-"""Maximum number of words that are processed at a time. Smaller blocks acquire the GIL more often."""
+"""Maximum number of words that are processed at a time. With smaller blocks, the threads acquire the GIL more often."""
 
 
 class Coded(NamedTuple):
@@ -96,8 +96,8 @@ def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> Pieces:
 
 
 def _write_changed(writer: BitWriter, before: Words, rest: Ints) -> Ints:
-    """Write the positions of changed elements (`rest`) to `writer`, one bucket after another. Return the positions in
-    the order in which they were written."""
+    """Write the positions of changed elements (`rest`) to `writer`, one magnitude bucket after another. Return the
+    positions in the order in which they were written."""
     high = magnitudes(before[rest])
     limits = bucket_limits(before, high)
     writer.number(len(limits))
@@ -151,8 +151,8 @@ def _rotated(words: Words, right: int) -> Words:
 
 
 def _planes(words: Words, value: Callable[[slice], Words]) -> Pieces:
-    """Return the encoded values as one stream per byte of a word, the highest byte first. `value`: function that
-    returns the values in a slice of `words`."""
+    """Return the encoded values: a stream of the highest bytes of all words, then a stream of the next bytes, and so
+    on. `value`: function that returns the values in a slice of `words`."""
     planes = [np.empty(words.size, np.uint8) for _ in range(words.itemsize)]
     for block in _blocks(words.size):
         found = value(block)
@@ -188,8 +188,8 @@ def _write_steps(writer: BitWriter, steps: Words) -> None:
     """Append the nonzero differences `steps`: their signs, then their magnitudes in Elias gamma code (1975).
 
     The gamma code of an n-bit magnitude has n - 1 flags that mean "one more bit", and then the bits below the highest
-    bit. The flags of all magnitudes for the same bit form a mask. If nearly all or nearly no flags of a mask are set,
-    `write_mask` takes less than one bit per flag.
+    bit. The i-th flags of all magnitudes form a mask. If nearly all or nearly no flags of a mask are set, `write_mask`
+    takes less than one bit per flag.
     """
     one = steps.dtype.type(1)
     is_negative = (steps >> steps.dtype.type(steps.itemsize * 8 - 1)) == one

@@ -8,8 +8,8 @@ version, or changes nothing.
     switch    hold the copy
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. The
-held version and its copy are memory-mapped files (`flat_buffer.py`); a fetch needs memory for `CODERS` + 1 parts and
-four chunks.
+held version and its copy are memory-mapped files (`flat_buffer.py`); a fetch needs memory for four chunks, and for one
+part more than there are decoding threads (`CODERS`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Fetcher:
         return {} if self._held is None else self._held[1]
 
     def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold a version whose tensors the caller has. Raises WeightsFault if the tensors have another digest."""
+        """Hold a version whose tensors the caller passes. Raises WeightsFault if the tensors have another digest."""
         with self._lock:
             _check_digest(version, weights_digest(tensors))
             self._held, self._staged, self._free = (version, tensors), None, None
@@ -151,7 +151,8 @@ class Fetcher:
             return
 
     def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
-        """Return the steps from the held version or a keyframe to the requested version that fetch the fewest bytes."""
+        """Return the plan with the fewest bytes to fetch: steps from the held version or a keyframe to the requested
+        one."""
         held, at = self.held, want
         walked: list[_Step] = []
         best: list[_Step] | None = None
@@ -225,8 +226,8 @@ def _temporary(num_bytes: int) -> FlatFile:
 
 
 def _decoded(copy: FlatFile, before: Bytes, taken: tuple[BufferPart, int, Pieces]) -> WeightsFault | None:
-    """Decode a part against the same part of `before`, and write the result to `copy`. Return an error if the encoded
-    bytes of the part are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes. Raises
+    """Decode a part relative to the same part of `before`, and write the result to `copy`. Return an error if the
+    encoded bytes of the part are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes. Raises
     StorageFault."""
     part, end, data = taken
     old = before[end - part.num_bytes : end]
@@ -249,7 +250,7 @@ def _joined(pieces: Pieces) -> memoryview:
 
 
 class _CodedBytes:
-    """Reads the bytes of an encoding in order. Up to two chunks are fetched ahead, while parts are decoded."""
+    """Reads the bytes of an encoding in order. While parts are decoded, up to two chunks are fetched in advance."""
 
     def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
         self._chunks = in_order(gather.chunk, way.chunks, lambda chunk: chunk.size, threads=2)

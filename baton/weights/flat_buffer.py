@@ -30,8 +30,8 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
 def unsigned(
     tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> tuple[TensorEntry, ...]:
-    """Return the entries of tensors after a cast to `dtypes`, in the order of the flat buffer. Digests are empty.
-    Raises WeightsFault for a dtype that the manifest does not support."""
+    """Return the manifest entries of tensors after a cast to `dtypes`, in the order of the flat buffer. Digests are
+    empty. Raises WeightsFault for a dtype that the manifest does not support."""
     entries = [
         TensorEntry(name, dtype_name(t.dtype if dtypes is None else dtypes[name]), tuple(t.shape), "")
         for name, t in tensors.items()
@@ -50,8 +50,8 @@ def flattened(
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[tuple[TensorEntry, ...], FlatFile]:
     """Write tensors into a flat buffer, several at a time and each in pieces; return the manifest's entries and the
-    buffer. `create`: creates the buffer for entries without digests. `dtypes`: dtypes to which tensors are cast, piece
-    by piece. Raises WeightsFault for a dtype that the manifest does not support, and StorageFault."""
+    buffer. `create`: creates the buffer for entries with empty digests. `dtypes`: dtypes to which tensors are cast,
+    piece by piece. Raises WeightsFault for a dtype that the manifest does not support, and StorageFault."""
     ordered = unsigned(tensors, dtypes)
     file = create(ordered)
 

@@ -6,7 +6,7 @@ bfloat16 at small learning rates, 1 % of the weights account for a third of all 
 elements are therefore encoded separately for each bucket.
 
 Publisher and receiver both have the base version, so only the limits of the buckets are sent. A limit is compared with
-the highest byte of an element from which the sign bit has been removed. For bfloat16 and float32, this byte is the
+the highest byte of an element after its sign bit has been shifted out. For bfloat16 and float32, this byte is the
 exponent. The first bucket contains the elements below the first limit. The second bucket contains the elements between
 the two limits. Changed elements in no bucket are encoded by their positions among all elements.
 """
@@ -73,7 +73,7 @@ def bucket_limits(base: Words, changed: NDArray[np.uint8]) -> list[int]:
 
 
 def magnitudes(words: Words) -> NDArray[np.uint8]:
-    """Return the highest byte of each word after its sign bit has been removed."""
+    """Return the highest byte of each word after its sign bit has been shifted out."""
     shifted = (words << words.dtype.type(1)) >> words.dtype.type(words.itemsize * 8 - 8)
     found: NDArray[np.uint8] = shifted.astype(np.uint8)
     return found

@@ -147,7 +147,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def payload_order(entry: TensorEntry) -> tuple[int, str]:
-    """Return a tensor's sort key in the flat buffer. Wide words come first, so that every tensor is aligned."""
+    """Return a tensor's sort key in the flat buffer: wide elements come first, so that every tensor is aligned."""
     return -WORD_BYTES[entry.dtype], entry.name
 
 
@@ -157,7 +157,7 @@ def tensors_digest(tensors: tuple[TensorEntry, ...]) -> str:
 
 
 def identities_of(tensors: tuple[TensorEntry, ...]) -> list[Identity]:
-    """Return the identities of a version's tensors."""
+    """Return name, dtype, shape and digest of each tensor: the input of the version's digest."""
     return [(entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors]
 
 

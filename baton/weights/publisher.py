@@ -92,10 +92,10 @@ class Publisher:
         whole encoding of such a keyframe. The function must be called once, in any thread, and may run while further
         versions are published. If `later` is None, the whole encoding is stored before this method returns.
 
-        The digests of tensors in a file of the trainer are those that the trainer has computed while it wrote the file.
-        Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
-        number is already published. Raises StorageFault when a file cannot be written; the version is then invisible,
-        or visible without its whole encoding, and can be published again.
+        If the trainer wrote `tensors` to a file, the publisher uses the digests that the trainer computed while
+        writing. Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the
+        same number is already published. Raises StorageFault when a file cannot be written; the version is then
+        invisible, or visible without its whole encoding, and can be published again.
         """
         begin = time.perf_counter()
         entries, file = self._flattened(tensors)
@@ -155,9 +155,9 @@ class Publisher:
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
     ) -> Iterator[tuple[Manifest, float | None]]:
-        """Write the chunks of a version; yield its manifest, which the caller must store, and the density. A keyframe
-        with a short delta yields two manifests: the first contains only the delta, and the second also the whole
-        encoding."""
+        """Write the chunks of a version; yield (manifest that the caller must store, fraction of changed elements). A
+        keyframe with a short delta yields two manifests: the first contains only the delta, and the second also the
+        whole encoding."""
         base, ways, density = self._base, [], None
         if (
             base is not None

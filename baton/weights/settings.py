@@ -20,7 +20,8 @@ class WeightsSettings(Settings):
     the trainer's memory into the engine's memory, without files; requires engines of kind `vllm` that the run itself
     starts. On a CPU, `direct` uses gloo. On GPUs, `direct` uses vLLM's own transfer engines; this code has never been
     run. `sparse`: like `direct`, but an engine receives only the elements that differ from the version that it serves.
-    With `sparse`, the trainer keeps a copy of the served version, and the model must be dense and not quantised."""
+    With `sparse`, the trainer keeps a copy of the served version; models with experts and quantised engines are
+    refused."""
     dtype: DTypeChoice = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. All engines load the rounded weights, including an engine in the
@@ -35,9 +36,9 @@ class WeightsSettings(Settings):
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
     files: str | None = None
-    """Existing directory for the files of versions, which processes on this machine map. The directory contains the
-    last two or three versions, and versions that verification needs. The default is the run's directory. "/dev/shm"
-    keeps the files in memory."""
+    """Existing directory for the files of versions, which processes on this machine map. Its file system needs space
+    for three versions, and for the versions that a swarm keeps to verify workers' tokens. The default is the run's
+    directory. "/dev/shm" keeps the files in memory."""
     keep: int = Field(default=20, ge=1)
     """Number of recent versions that are retained. An older version is deleted when no worker has or needs it."""
 

@@ -12,8 +12,8 @@ from baton.weights.store import Store
 
 
 class WeightsSource(Protocol):
-    """A shared directory, a bucket, the hub or a relay. Methods raise OSError or a BatonError on failure. Every call
-    has a deadline and limits the number of bytes that it accepts."""
+    """A source of versions: a shared directory, a bucket, the hub or a relay. Methods raise OSError or a BatonError on
+    failure. Every call has a deadline and limits the number of bytes that it accepts."""
 
     name: str
     """Name of the source in error messages."""

@@ -22,7 +22,8 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout in seconds of a call to a remote file system. A transfer gets bytes / `SLOWEST_BYTES_PER_S` seconds more."""
+"""Timeout in seconds of a call to a remote file system. A transfer of n bytes may take n / `SLOWEST_BYTES_PER_S`
+seconds longer."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
@@ -57,7 +58,8 @@ class Storage(Protocol):
         """Write a file atomically: readers see the old or the new file. Raises StorageFault if writing fails."""
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
-        """Return at most `limit` + 1 bytes of a file from `offset` on. Raises OSError if there is no such file."""
+        """Return at most `limit` bytes from `offset` on, plus one if the file is longer. Raises OSError if there is no
+        file."""
 
     def size(self, name: str) -> int | None:
         """Return a file's size in bytes, or None if there is no such file."""

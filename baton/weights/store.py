@@ -4,8 +4,8 @@
     versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
 One process writes to a store, and any number of processes may read it. A chunk that no manifest names belongs to a
-version that is being written, or was left by a dead process; `collect` removes the chunks that were left. `collect`
-never removes files that are neither chunks nor manifests.
+version that is being written, or was left by a dead process; of these chunks, `collect` removes only those of dead
+processes. `collect` never removes files that are neither chunks nor manifests.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Store:
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a reader of a version's unverified manifest. The whole manifest is read at once, because a longer
-        manifest may replace a keyframe's manifest. Raises OSError if the version is not published."""
+        """Return a reader of a version's unverified manifest. The whole manifest is read at once, because meanwhile a
+        longer manifest may replace a keyframe's manifest. Raises OSError if the version is not published."""
         return ByteReader.of(self.read_manifest(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:

@@ -115,7 +115,7 @@ class VersionFiles:
         self.directory = directory
 
     def create(self, entries: tuple[TensorEntry, ...]) -> FlatFile:
-        """Create the file of a version, whose digests need not be known. Raises StorageFault."""
+        """Create the file of a version; the `entries` need no digests. Raises StorageFault."""
         return FlatFile.of_tensors(self._unfinished(), entries)
 
     def adopt(self, path: Path, entries: tuple[TensorEntry, ...]) -> FlatFile | None:
@@ -151,7 +151,7 @@ class VersionFiles:
                 old.unlink()
 
     def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
-        """Map a version's unverified tensors; None if there is no file. Raises WeightsFault for a damaged file."""
+        """Map a version's tensors, unverified; None if there is no file. Raises WeightsFault for a damaged file."""
         path = self._path(version)
         try:
             return load_file(path)

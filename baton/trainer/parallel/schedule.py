@@ -1,4 +1,4 @@
-"""The layers of pipeline stages, the order of a stage's passes (1F1B), and the stage's exchanges.
+"""Pipeline stages: their numbers of layers, the order of their passes (1F1B), and the exchanges between stages.
 
 Does not import torch.
 
@@ -23,8 +23,9 @@ from baton.errors import UserError
 def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
     """Return the number of layers of each stage. `stages`: the number of stages, or the number of layers of each stage.
 
-    If the layers do not divide equally, the first stages get one layer more, because the last stage also computes the
-    head. Raises UserError if the sum is not the model's number of layers, or if a stage would have no layer.
+    If `num_layers` is not a multiple of the number of stages, the first stages get one more layer each, because the
+    last stage also computes the head. Raises UserError if the layers do not add up to `num_layers`, or a stage has
+    none.
     """
     wanted = stages if isinstance(stages, int) else tuple(stages)
     if isinstance(wanted, int):
@@ -61,10 +62,10 @@ def _stage(stage: int, num_stages: int) -> int | None:
 
 
 def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0) -> list[Pass]:
-    """Return the passes of a stage over microbatches 0 … num_trained − 1, then `num_scored` further forward passes.
+    """Return a stage's passes: forward and backward for `num_trained` microbatches, then forward for `num_scored` more.
 
-    Before its first backward pass, a stage runs one forward pass, and one more for each later stage. At most
-    `num_stages − stage` microbatches wait for their backward pass.
+    Before its first backward pass, a stage runs `num_stages − stage` forward passes (at most `num_trained`). At
+    any time, at most this number of microbatches wait for their backward pass.
     """
     ahead = min(num_stages - 1 - stage, num_trained)
     forwards = [Pass(place, True) for place in range(num_trained + num_scored)]
@@ -74,5 +75,5 @@ def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0)
 
 
 def exchanges(passes: Sequence[Pass]) -> list[tuple[Pass | None, Pass | None]]:
-    """Return for each exchange the pass whose output is sent and the pass whose input is received."""
+    """Return (pass whose output is sent, pass whose input is received) of each exchange; None at the start and end."""
     return list(zip([None, *passes], [*passes, None], strict=True))

@@ -123,7 +123,7 @@ def stack_bars(
 
 
 def _tick(axes: Axes) -> None:
-    """Set round numbers as ticks of the vertical axis, in plain text, because math text is off in `_STYLE`."""
+    """Place the vertical axis's ticks at round numbers, with labels in plain text: `_STYLE` disables math text."""
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))
@@ -137,7 +137,7 @@ def _tick(axes: Axes) -> None:
 
 
 def to_svg(drawing: str) -> str:
-    """Convert matplotlib's SVG file to an element of a page: remove its header, sizes, fonts and unused ids."""
+    """Convert matplotlib's SVG file to an `<svg>` element of a page: remove its header, sizes, fonts and unused ids."""
     svg = drawing[drawing.index("<svg") :]
     svg = re.sub(r"<style.*?</style>|<metadata.*?</metadata>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))

@@ -31,7 +31,7 @@ class ChartLine:
     label: str
     colour: str = BLUE
     is_smoothed: bool = False
-    """Draw a moving mean over the raw values."""
+    """Whether to draw a moving mean in front of the raw values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ def _accuracy_chart(
             below = values - np.array([100 * s.low for s in shares])
             above = np.array([100 * s.high for s in shares]) - values
             x = np.array([step for step, share in mine if share is not None]) + dodge * (i - (len(labels) - 1) / 2)
-            # every value is within its interval, but rounding can give -1e-17, which errorbar refuses
+            # every value is within its interval, but a difference can round to -1e-17, which errorbar refuses
             errors = np.maximum(0, [below, above])
             colour = SERIES[i % len(SERIES)]
             axes.errorbar(x, values, errors, marker="o", color=colour, elinewidth=1, capsize=2.5, label=name)

@@ -32,8 +32,8 @@ class Curve:
     """Values of the metric, shape [steps]."""
 
     def smoothed(self, window: int) -> Floats:
-        """Return the centred moving mean, [steps]. Each mean is over `window` values, an odd number, and over fewer
-        values at both ends."""
+        """Return the centred moving mean over `window` values (an odd number), [steps]. At both ends, fewer values are
+        averaged."""
         sums = np.cumsum(np.concatenate(([0.0], self.values)))
         places = np.arange(len(self.values))
         low = np.maximum(0, places - window // 2)
@@ -52,7 +52,7 @@ class History:
 
     @classmethod
     def read(cls, run: RunDirectory) -> History:
-        """Read the metrics and evaluations of a run. Merges rows of one step; omits values that are not finite."""
+        """Read the metrics and evaluations of a run. Merges the rows of a step; omits values that are not finite."""
         rows: dict[int, dict[str, float]] = {}
         for row in read_metrics(run.path):
             values = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}

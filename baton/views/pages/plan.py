@@ -51,7 +51,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _replica_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
-    """Return (replicas, shape, layers, memory, tokens/s of a replica, share of the work) of each replica shape."""
+    """Return one row per replica shape: (replicas, shape, layers, memory, tokens/s of a replica, share of the work)."""
     return [
         (
             f"{len(same)} × {same[0].gpu}",

@@ -110,7 +110,7 @@ def _status(summary: RunReport | None, history: History, recipe: dict[str, Any])
 
 
 def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each fact under the title."""
+    """Yield (name, value) of each fact that the page lists under its title."""
     recorded = run.facts()
     model = recipe.get("model", {}).get("path", "trained from scratch")
     size = _parameters(run.checkpoints)
@@ -200,8 +200,8 @@ def _accuracy(result: Evaluation) -> str:
 
 
 def _examples(run: RunDirectory) -> list[tuple[int, list[tuple[str, ReadableTrajectory]]]]:
-    """Return the examples of each step with readable texts. Each example is labelled with the order (best, worst or
-    longest) in which it is first listed."""
+    """Return the readable example trajectories of each step. Each is labelled with the first criterion (best, worst or
+    longest) that selected it."""
     by_step: dict[int, list[tuple[str, ReadableTrajectory]]] = {}
     for order, found in choose_examples(run):
         readable = ReadableTrajectory(

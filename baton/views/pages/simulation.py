@@ -103,7 +103,7 @@ def _staleness(result: Result) -> Chart:
 
 
 def _untrained(result: Result) -> dict[str, float]:
-    """Return the percentages of the generated tokens that were not trained, by outcome."""
+    """Return outcome → percentage of the generated tokens that had this outcome and were not trained."""
     total = max(1, result.tokens["generated"])
     accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
     return {name: 100 * count / total for name, count in accounts.items() if count}
@@ -116,7 +116,7 @@ def _tokens(untrained: dict[str, float]) -> Chart:
 
 
 def _lines(swept: ParameterSweep, title: str, unit: str, value: Callable[[Result], float]) -> Chart:
-    """Return a chart over the values of the last axis, with one line per combination of the other axes."""
+    """Return a chart: the sweep's last axis is horizontal, and each combination of the other axes is a line."""
     last = swept.axes[-1]
     lines: dict[str, list[SweepPoint]] = {}
     for point in swept.points:

@@ -1,9 +1,9 @@
 """Draw a trace as engine slots over time, coloured by policy version.
 
-Rows are slots, and bars are leases. The colour of a bar is its policy version, from dark (old) to light (new). The
-trainer's activity is above the slots, and the number of busy slots below them. The spans are from a live run or from a
-simulation. The SVG is written directly, with one path for all bars of a version: matplotlib would write one path per
-bar, and the page would be too large.
+Rows are slots, and bars are leases (each assigns one trajectory to one worker). The colour of a bar is its policy
+version, from dark (old) to light (new). The trainer's activity is above the slots, and the number of busy slots below
+them. The spans are from a live run or from a simulation. The SVG is written directly, with one path for all bars of a
+version: matplotlib would write one path per bar, and the page would be too large.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLOURS = {
     "checkpoint": "--s5,#56b4e9",
     "prefill": "--s5,#56b4e9",
 }
-"""Activity other than generation → its colour: a CSS variable of the page, and its value outside of pages."""
+"""Activity other than generation → its colour: a CSS variable of the page, and a value for SVGs outside of pages."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
 """RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 
@@ -66,7 +66,7 @@ def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) 
     if not len(moments):
         return np.zeros(count)
     level = np.cumsum(change)
-    # cumulative slot-seconds at each moment; they grow linearly between moments, so interpolation is exact
+    # busy slot-seconds up to each moment; between moments they grow linearly, so interpolation is exact
     seconds = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(moments))))
     means: NDArray[np.float64] = np.diff(np.interp(edges, moments, seconds)) / max(1e-12, (end_s - begin_s) / count)
     return means

@@ -32,12 +32,12 @@ class Window:
 
     title: str
     spans: Sequence[Span]
-    """All spans of the uninterrupted part of the trace in which the window lies."""
+    """All spans of the uninterrupted part of the trace that contains the window."""
     steps: Sequence[TracedStep]
     begin_s: float
     end_s: float
     zero_s: float
-    """Start of the uninterrupted part, which is zero on the time axis."""
+    """Start of this uninterrupted part: the zero of the time axis."""
 
 
 def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
@@ -95,7 +95,7 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
 
 
 def _with_leases(part: Sequence[Span], steps: Sequence[TracedStep]) -> Sequence[TracedStep]:
-    """Return the steps up to the last step with a lease; all steps if the trace has no lease."""
+    """Return the steps up to the last step during which a lease ran; all steps if the trace has no lease."""
     leases = [s for s in part if s.name == "generate"]
     for count in range(len(steps), 0, -1):
         if any(s.begin_s < steps[count - 1].end_s and s.end_s > steps[count - 1].begin_s for s in leases):

@@ -10,7 +10,7 @@ from baton.profile.bench import CONTROL, BenchResult
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """Print a table of the modes and of an ideal engine, and the times of a decode step and of a prefilled token."""
+    """Print a table of rollout modes and an ideal engine, and the times of a decode step and of a prefilled token."""
     is_simulated = result.clock == "steps"
     what = "simulated, without a model; all decode steps take the same time, and prefill is free: " * is_simulated
     console.print(

@@ -116,7 +116,7 @@ def _roles(plan: Plan) -> Table:
 
 
 def training_shape(plan: Plan, stage: Stage) -> str:
-    """Return the parallel shape of a trainer stage as text, or of one type's part if the stage mixes GPU types."""
+    """Return the parallel shape of a trainer stage as text; for mixed GPU types, the shape of one type's part."""
     training = plan.training
     if not training.is_mixed:
         return f"dp {stage.dp} · tp {stage.tp}"
@@ -134,7 +134,7 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return throughput, ratio to the reference's throughput, price per hour, price per million trained tokens."""
+    """Return throughput, its ratio to that of `reference`, price per hour, and price per million trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",

@@ -79,7 +79,7 @@ class TerminalObserver(_StepsProgress):
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         self.update(self._steps, completed=step)
-        # metrics lack the entropy if no trajectory has an advantage
+        # metrics lack the entropy if all advantages are 0
         entropy = f"{metrics['policy/entropy']:5.3f}" if "policy/entropy" in metrics else "    –"
         self.console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "

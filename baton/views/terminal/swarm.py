@@ -1,4 +1,4 @@
-"""Print the status and the tokens of a hub."""
+"""Print the status of a hub, and its access tokens."""
 
 from __future__ import annotations
 

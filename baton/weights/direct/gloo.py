@@ -18,7 +18,7 @@ from baton.errors import WeightsFault
 _dist: Any = torch.distributed
 """`torch.distributed` as `Any`, because torch does not declare the types of stores and of process-group options."""
 _OPEN = "open"
-"""Key that exists in a communicator's part of the store until the sender closes the communicator."""
+"""Key in the TCP store, under the name of a communicator. The key exists until the sender closes the communicator."""
 
 
 class Rendezvous:
@@ -83,8 +83,8 @@ class GlooGroup:
 
 
 def _own_address(host: str) -> str:
-    """Return this machine's address on the route to `host`, without sending anything. By default, gloo uses the address
-    of this machine's host name, which may be unreachable for other machines."""
+    """Return the address from which this machine would send packets to `host`; sends none. By default, gloo uses the
+    address of this machine's host name, which may be unreachable for other machines."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

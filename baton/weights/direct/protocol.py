@@ -8,8 +8,8 @@ A replica is one engine, on one or more devices. Each replica has its own commun
 a dead, stopped or slow replica does not delay other replicas. After a failure, a communicator is never used again:
 `generation` numbers the communicators, and events of an older communicator have no effect.
 
-A replica overwrites its weights in place, so it generates nothing from `announce` to the end of `commit`. After a
-failure, a replica generates nothing until it has received a complete version.
+A replica overwrites its weights in place, so it generates nothing from the phase `announce` to the end of the phase
+`commit`. After a failure, a replica generates nothing until it has received a complete version.
 
 If a replica serves a version when the next version is announced, it may receive only the difference from the served
 version (`RunPhase.base`). All other replicas receive the whole version.
@@ -39,7 +39,7 @@ class Joined(TimedEvent, frozen=True):
 
 
 class Left(TimedEvent, frozen=True):
-    """A replica has ended, or its owner has closed it."""
+    """A replica has ended or was closed."""
 
     replica: str
 
@@ -146,8 +146,7 @@ class ReplicaState:
     base: PolicyVersion | None = None
     """The version that the replica served before `sending`; None if its weights were incomplete."""
     deadline_s: float | None = None
-    """Time at which the running phase counts as failed. Between a failure and the next attempt, the time at which this
-    attempt starts."""
+    """Time at which the running phase counts as failed. After a failure, the time at which the next attempt starts."""
     failures: int = 0
     """Number of consecutive failures."""
     last_cause: str = ""

@@ -4,7 +4,7 @@
                         └──────────── calls of the replica's methods ──────────────────────────────────▶ replica
 
 The ranks gather one bucket at a time, so no process holds a whole version. The control process decides everything
-(`protocol.py`), and calls the methods of a replica with the descriptions that rank 0 returns. Rank 0 uses the same
+(`protocol.py`), and calls the methods of a replica with the arguments that rank 0 returns. Rank 0 uses the same
 communicators as a trainer of a single process. Rank 0 cannot call the methods of a replica, so `_Recorder` records
 these calls, rank 0 returns the records, and the control process makes the calls.
 """
@@ -55,7 +55,7 @@ class RemoteTensors(dict[str, torch.Tensor]):
 
 
 def described(tensors: Mapping[str, tuple[str, tuple[int, ...]]], bucket_bytes: tuple[int, ...]) -> RemoteTensors:
-    """Return a version from the dtypes and shapes of its tensors, as rank 0 describes it."""
+    """Return a version with tensors of the dtypes and shapes that rank 0 reports."""
     found = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (dtype, shape) in tensors.items()
     }
@@ -126,8 +126,8 @@ class _Recorder:
         self.calls.put(info)
 
     def take(self, future: Future[Any], timeout_s: float) -> dict[str, Any]:
-        """Wait for the next call that the thread of `future` records, and return the argument. Raises the error of the
-        thread."""
+        """Wait for the next call that the thread of `future` records, and return the argument of this call. Raises
+        WeightsFault if the thread fails."""
         left_s = time_left(timeout_s)
         while (left := left_s()) > 0:
             try:
@@ -139,7 +139,7 @@ class _Recorder:
 
 
 class Outlet:
-    """Sends buckets from rank 0. Does not block: communicators are built and used in threads of their own."""
+    """Sends buckets from rank 0. Each communicator is built, and each bucket sent, in a thread of its own."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[_Recorder, Future[Any], DirectRules]] = {}

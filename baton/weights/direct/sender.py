@@ -78,7 +78,7 @@ class DirectSender:
         self._versions: dict[PolicyVersion, OutgoingVersion | RemoteVersion] = {}
         """The last offered version, and older versions that are still being sent."""
         self._previous: OutgoingVersion | None = None
-        """The base of the next version's difference."""
+        """The version relative to which the next version's difference will be computed."""
         self.sent_bytes = 0
         """Bytes of all complete streams."""
         self._timer: Timer | None = None
@@ -234,7 +234,7 @@ class DirectSender:
 
 
 class GlooTransport:
-    """Builds communicators over gloo with replicas whose engines are of class `GlooReceiver`."""
+    """Builds communicators over gloo with replicas whose transfer engine in vLLM is Baton's `baton_gloo`."""
 
     def __init__(self, host: str) -> None:
         """`host`: the address at which replicas reach this machine."""

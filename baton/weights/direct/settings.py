@@ -23,6 +23,6 @@ class DirectTransfer:
     host: str = "127.0.0.1"
     """Address at which the engines reach the trainer."""
     is_remote: bool = False
-    """Whether a process other than that of the engine sends the versions and calls vLLM's workers."""
+    """True if the engine's own process neither sends the versions nor calls the transfer methods of vLLM's workers."""
     replica: str = "the vLLM engine"
     """Name of the engine in transfers and messages."""

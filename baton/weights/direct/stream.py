@@ -41,18 +41,18 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
+    """Return a checksum of a tensor's words (elements as integers) and their order: an int64 scalar on its device.
 
     The checksum is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word always changes the checksum.
-    An exchange of two different words changes the checksum if words have at most 4 bytes and the distance is below 2^31
-    words.
+    Swapping two different words changes the checksum if words have at most 4 bytes and the two are less than 2^31 words
+    apart.
     """
     words, size = _words(tensor), _piece_words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = torch.arange(min(size, words.numel()), dtype=torch.int64, device=tensor.device).mul_(2).add_(1).mul_(_ODD)
     for begin in range(0, words.numel(), size):
         piece = words[begin : begin + size].to(torch.int64)
-        # `weights` of this piece are those of the first piece plus 2 · begin · c
+        # `weights` are those of the first piece; this piece has the weights of the first plus 2 · begin · c
         total += piece.sum() * (2 * begin) * _ODD + (piece * weights[: piece.numel()]).sum()
     return total
 
@@ -103,7 +103,7 @@ class Bucket:
 
 
 def whole_bucket(tensors: Mapping[str, torch.Tensor], place: Mapping[str, Any]) -> Bucket:
-    """Return a bucket of whole tensors. `place`: index, count, version and base, as in a description."""
+    """Return a bucket of whole tensors. `place`: index, number of buckets, version and base, as in `Bucket.info`."""
     info = {
         "names": list(tensors),
         "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
@@ -135,7 +135,7 @@ class OutgoingVersion:
         return self._difference if self._difference and base == self._base else self._whole
 
     def without_difference(self) -> OutgoingVersion:
-        """Return this version as the base of the next version, without its own difference, which takes memory."""
+        """Return this version without its difference, to save memory, as the base of the next version."""
         return OutgoingVersion(self.tensors, self.version, bucket_bytes=self._bucket_bytes)
 
     @cached_property
@@ -151,7 +151,7 @@ class OutgoingVersion:
         if not self.tensors or form(base) != form(self.tensors):
             return ()
         parts = [_part(name, base[name], tensor) for name, tensor in self.tensors.items()]
-        # a transfer needs a tensor, even if no element has changed
+        # a transfer must contain a tensor, even if no element has changed
         smallest = min(self.tensors.items(), key=lambda item: item[1].nbytes)
         return self._bucketed([part for part in parts if part.changed != 0] or [_whole_part(*smallest)], self._base)
 
@@ -207,7 +207,7 @@ def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
     """Return the new tensor, or its changed elements if these have fewer bytes. Both tensors have the same shape and
     dtype.
 
-    The new tensor is also sent if a new value is NaN, the dtype has no NaN, or an index exceeds int32.
+    The whole new tensor is also sent if a new value is NaN, the dtype has no NaN, or an index exceeds int32.
     """
     if not new.is_floating_point() or new.numel() > 2**31 - 1:
         return _whole_part(name, new)
@@ -246,7 +246,7 @@ class IncomingVersion:
         self._incoming = ""
         """The version of the current transfer."""
         self._expected: dict[str, int] = {}
-        """Name → checksum of each tensor of the current bucket that the loader has not received."""
+        """Checksums, by name, of those tensors of the current bucket that the loader has not received yet."""
 
     @property
     def is_receiving(self) -> bool:

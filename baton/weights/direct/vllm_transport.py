@@ -88,8 +88,8 @@ class StreamClient:
 
 @dataclass(frozen=True, slots=True)
 class VllmCommunicator:
-    """Sends buckets from the trainer's GPU. A sleeping trainer's tensors are on the host, and are copied to the GPU one
-    bucket at a time."""
+    """Sends buckets from the trainer's GPU. While the trainer sleeps, its tensors are in host memory, and are copied to
+    the GPU one bucket at a time."""
 
     engine: Any
     """vLLM's trainer engine for whole tensors."""
