@@ -3,10 +3,10 @@ worker's first Hello.
 
     worker ──Hello(key="")──▶ hub ──Admitted(key)──▶ worker ──Hello(key)──▶ hub     after a reconnection or hub restart
 
-Names of tokens do not identify workers, because two token files may contain the same name. A key consists of a nonce
-and the nonce's keyed hash. The hub therefore needs no list of keys, and a restarted hub with the same secret recognises
-its workers. A worker that discards its key counts as a new worker of the same token. Therefore a token with too many
-quarantined workers is also quarantined.
+The name of an access token does not identify a worker, because two token files may contain the same name. A key
+consists of a nonce and the nonce's keyed hash. The hub therefore needs no list of keys, and a restarted hub with the
+same secret recognises its workers. A worker that discards its key counts as a new worker of the same token. Therefore a
+token with too many quarantined workers is also quarantined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class WorkerKeys:
         return f"{nonce}.{self._hash('key', token, nonce)}"
 
     def worker(self, token: str, key: str) -> str | None:
-        """Return the id of the worker that holds `key`; None if `key` is not of the token. token: its digest."""
+        """Return the id of the worker that holds `key`, or None if `key` was issued for another token. token: the
+        digest of the worker's token."""
         nonce, _, told = key.partition(".")
         if not hmac.compare_digest(told.encode(), self._hash("key", token, nonce).encode()):
             return None

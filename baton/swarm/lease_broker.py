@@ -33,7 +33,7 @@ MAX_PROVENANCE = 200_000
 """Maximum number of trajectories without a lease for which the broker stores the workers that generated their tokens.
 The broker needs this record to revoke the trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum replacement trajectories that wait until the controller requests the revoked trajectories again."""
+"""Maximum number of replacement trajectories that wait for the controller to request the revoked trajectory again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
@@ -197,7 +197,7 @@ class LeaseBroker:
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         """Record a message of a worker. version: number of the version that the worker serves; None if this version is
-        not of the run's lineage."""
+        not of the run's lineage, or the worker is not connected."""
         before, since_s = self._served.get(worker, (version, 0.0))
         if self._trace is not None and version is not None and version != before:
             now_s = self.clock()
@@ -252,8 +252,8 @@ class LeaseBroker:
             progress.trajectory.extended(report.segments, report.finish_reason),
         )
         if self.table.is_comparable(number) and not self._agrees(progress, before.num_tokens):
-            # Workers of one kind generated different tokens from the same noise, so at least one of these workers is at
-            # fault. Later checks of their trajectories show which.
+            # Workers of one kind generated different tokens from the same noise, so at least one worker is at
+            # fault. Later checks show which worker.
             return self._revoke_task(progress.task, "contradicted")
         found: list[BrokerCommand] = []
         grown = progress.trajectory.num_tokens - before.num_tokens
@@ -289,7 +289,7 @@ class LeaseBroker:
         return self.handle(ev.LeaseTick(self.clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
-        """Revoke all trajectories that contain tokens of these workers, so that they are generated again."""
+        """Revoke all trajectories with tokens or leases of these workers; the trajectories are generated again."""
         found: list[BrokerCommand] = []
         for number, task in list(self._tasks.items()):
             holders = (self._progress[lease].worker for lease in task.leases)
@@ -403,8 +403,8 @@ class LeaseBroker:
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
         """Revoke the trajectory that the controller has, and store the trajectory of the finished lease. `want` sends
-        the stored trajectory when the controller requests the revoked trajectory again. For a later turn, no
-        replacement is stored, because the earlier turns are generated again, too."""
+        the stored trajectory when the controller requests the revoked trajectory again. For a later turn of an episode,
+        no replacement is stored, because the earlier turns are generated again, too."""
         lease = self._tasks[number].lease
         key = key_of(lease)
         self._forget(number)

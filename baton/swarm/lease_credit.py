@@ -24,7 +24,7 @@ _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 
 @dataclass(slots=True)
 class LeaseCredit:
-    """The credit of one worker, or of all workers of one token together."""
+    """The credit of one worker, or of all workers of one access token together."""
 
     slots: int
     """Maximum number of leases that may be held at the same time, whatever the credit."""

@@ -80,7 +80,7 @@ class TaskRevoked(TimedEvent, frozen=True, tag="TaskRevoked"):
 
 
 class LeaseProgressed(TimedEvent, frozen=True, tag="LeaseGrew"):
-    """Checked new tokens of a lease have arrived, which follow the earlier tokens without a gap."""
+    """New tokens of a lease have arrived and passed the checks. They directly follow the lease's earlier tokens."""
 
     lease: int
     num_tokens: int
@@ -98,7 +98,7 @@ class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
     """The worker has aborted the trajectory of a lease, or has refused the lease.
 
     If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
-    before the worker's next message, which prevents an endless loop of grants and refusals.
+    before the worker's next message. This prevents an endless loop of grants and refusals.
     """
 
     lease: int

@@ -16,8 +16,8 @@ observation cannot be generated again. Thus the next lease may generate committe
 after them are new.
 
 If the lease of a task is slow, the task gets a second lease, the backup lease. Without `restarts`, the two leases of a
-task generate different tokens from the same prefix. While both leases run, no further tokens are committed. If one
-lease finishes, the tokens of the other lease are discarded.
+task generate different tokens from the same prefix, so no more tokens are committed while both leases run. If one lease
+finishes, the tokens of the other lease are discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
 Therefore, if a task has committed tokens, a lease on a worker of another kind commits no tokens before it finishes. The
@@ -316,7 +316,7 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        # the worker refused the lease; without this, the worker would immediately be granted the same task again
+        # the worker refused the lease; without a version, the worker is not immediately granted the same task again
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
@@ -408,7 +408,7 @@ class LeaseTable:
             self._offer_owner(owner)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Subtract the cost of a lost lease from its worker's credit, unless the lease was still queued."""
+        """Subtract the cost of a lost lease from its worker's credit, unless the worker had not started the lease."""
         worker = self.workers[lease.worker]
         # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
         # never ran.
@@ -446,7 +446,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, at_s)
 
     def _first_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:
-        """Return the first waiting task whose required version is not in `unavailable`."""
+        """Return the first waiting task, in `TrackedTask.order`, whose required version is not in `unavailable`."""
         first: TrackedTask | None = None
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
@@ -468,7 +468,7 @@ class LeaseTable:
         return worker if worker is not None and worker.has_slot and worker.serves(*task.ask) else None
 
     def _base(self, task: TrackedTask) -> int:
-        """Return the number of tokens of the trajectory after which a task's next lease continues."""
+        """Return the number of tokens after the prompt at which a task's next lease starts."""
         return task.start if self.rules.restarts else task.committed
 
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[ev.Command]:

@@ -155,8 +155,8 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
     """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; return None
     for http.
 
-    ca: PEM file with certificates to trust instead of this machine's, for example if the hub's certificate is
-    self-signed. Raises UserError if the file cannot be used.
+    ca: PEM file with certificates to trust instead of those that this machine trusts, for example if the hub's
+    certificate is self-signed. Raises UserError if the file cannot be used.
     """
     if URL(url).scheme != "https":
         if ca is not None:

@@ -82,7 +82,7 @@ class Want(msgspec.Struct, frozen=True, tag="Want"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
-    """A lease is no longer valid. The worker may stop generating its tokens and need not send further reports."""
+    """A lease is no longer valid. The worker may stop generating the lease's tokens and need not report them."""
 
     lease_id: int
 
@@ -138,7 +138,7 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
-    """A periodic message that shows that the worker is alive, with the worker's state."""
+    """A periodic message with the worker's state, which shows that the worker is alive."""
 
     serves: PolicyVersion | None
     stats: EngineStats = EngineStats()

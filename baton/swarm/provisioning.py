@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton.types import Group
 
 MEMORY = 2048
-"""Number of the most recent finished trajectories from which the rate is computed."""
+"""Number of most recently finished trajectories from which the rate of trajectories per second is computed."""
 
 
 @dataclass(frozen=True, slots=True)

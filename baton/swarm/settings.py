@@ -17,13 +17,14 @@ class SwarmSettings(Settings):
     serve: str | None = None
     """HOST:PORT for workers on other machines (`--serve`); without this key, only workers on this machine can join."""
     token_file: str = "baton-tokens.json"
-    """File that contains the tokens created by `baton token create`."""
+    """File that contains the access tokens created by `baton token create`."""
     certificate: str | None = None
     """PEM file with the certificate chain that the hub uses for TLS."""
     key: str | None = None
     """PEM file with the certificate's private key."""
     insecure: bool = False
-    """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then unencrypted."""
+    """True: other machines may connect without TLS (`--insecure`). Access tokens, prompts and weights are then
+    unencrypted."""
     publish_every: int = Field(default=1, ge=1)
     """Number of train steps between two published versions. A value above 1 is allowed only in mode `async`.
     `publish_every` + `max_lag` - 1 must be at most `max_staleness`."""

@@ -17,13 +17,13 @@ class HubAccess(Protocol):
         """PEM text of the hub's certificate, which workers trust; empty without TLS."""
 
     def token(self, name: str) -> str:
-        """Create a token with this name for a worker that the run itself starts."""
+        """Create an access token with this name for a worker that the run itself starts."""
 
     def gone(self, name: str, cause: str) -> None:
-        """End immediately all leases of the workers that use the token `name`, because these workers have ended."""
+        """Immediately end all leases of the workers that use the access token `name`: these workers have ended."""
 
     def weigh(self, name: str, weight: float) -> None:
-        """Change the weight of the workers that use the token `name`."""
+        """Change the weight of the workers that use the access token `name`."""
 
 
 class WorkerSupervisor(Protocol):
@@ -33,7 +33,7 @@ class WorkerSupervisor(Protocol):
         """Start the workers. Returns without waiting for them."""
 
     def weight(self, name: str) -> float:
-        """Return the `WorkerJoined.weight` of the workers that use the token `name`."""
+        """Return the `WorkerJoined.weight` of the workers that use the access token `name`."""
 
     def check_health(self) -> None:
         """Raise an error if a worker has failed and a restart cannot help. Called often, so the method must not

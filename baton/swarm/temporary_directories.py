@@ -11,8 +11,7 @@ from baton.files import write_whole
 
 
 class TemporaryDirectories:
-    """Creates directories and records their paths in a file. If the process is killed, the next process reads this file
-    and removes the directories."""
+    """Creates directories, and records their paths in a file for the next hub process."""
 
     def __init__(self, notes: Path) -> None:
         """Remove the directories that an earlier process of the run has left. notes: file with their paths."""

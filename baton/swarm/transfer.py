@@ -77,7 +77,7 @@ def chunk_url(base: str, digest: str) -> URL:
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Send a GET request and return the body. Raises WeightsFault above `limit` bytes and if the status is not 200."""
+    """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
@@ -92,7 +92,7 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
-    """Fetch the model files of a hub, as `pack_model` packs them. Raises WeightsFault for another digest."""
+    """Fetch the model files of a hub, as `pack_model` packs them. Raises WeightsFault for a wrong digest."""
     packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
         raise WeightsFault(f"the model's files at {url} do not have the digest that the hub announced")
@@ -100,7 +100,7 @@ async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, dige
 
 
 def pack_model(directory: Path) -> bytes:
-    """Pack a directory (configuration, tokenizer) into one message. Raises UserError beyond a limit."""
+    """Pack a directory (configuration, tokenizer) into one message. Raises UserError if the files exceed a limit."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
     if len(files) > MAX_MODEL_FILES or sum(map(len, files.values())) > MAX_MODEL_BYTES:
         raise UserError(
@@ -110,12 +110,13 @@ def pack_model(directory: Path) -> bytes:
 
 
 def model_digest(packed: bytes) -> str:
-    """Return the blake3 digest of a message that `pack_model` has made."""
+    """Return the blake3 digest of a message of `pack_model`."""
     return blake3(packed).hexdigest()
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files of a message of `pack_model`. Raises WeightsFault for an invalid message, and OSError."""
+    """Write the files that `pack_model` packed into a message. Raises WeightsFault for an invalid message, and OSError
+    if a file cannot be written."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

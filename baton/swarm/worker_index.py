@@ -13,13 +13,13 @@ _SPEED_MEMORY = 0.9
 
 @dataclass(slots=True, eq=False)
 class TokenOwner:
-    """All workers that use one token, and the credit that they share."""
+    """All workers that use one access token, and the credit that they share."""
 
     credit: LeaseCredit
     num_held: int = 0
     """Total number of leases that the owner's workers hold."""
     entries: dict[int, list[_Entry]] = field(default_factory=dict)
-    """Version → heap of the entries of the owner's workers, in the form of the index's entries."""
+    """Version → heap of the `WorkerIndex` entries of the owner's workers."""
 
     @property
     def has_lease(self) -> bool:
@@ -173,7 +173,7 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return the tokens per second of the worker's leases; before the first report, an estimate from its weight."""
+        """Return the tokens per second of one lease of a worker, estimated from its weight before its first report."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:

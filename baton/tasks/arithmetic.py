@@ -86,7 +86,8 @@ class BasicArithmetic(_Sizes):
     allow_parentheses: bool = True
     """False: expressions have neither parentheses nor negative numbers."""
     allow_negation: bool = True
-    """Put a minus sign before some parentheses. With `allow_parentheses`, numbers may always be negative."""
+    """Put a minus sign before some parentheses. If `allow_parentheses` is True, numbers may be negative even if this is
+    False."""
     format_style: Literal["simple", "natural"] = "simple"
     """Wording of the question. natural: one of four wordings."""
     whitespace: Literal["no_space", "single", "random"] = "single"

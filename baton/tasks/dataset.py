@@ -79,8 +79,8 @@ class FileTask:
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return 1 if answer and reference are equal as numbers, or as text without whitespace around it; otherwise 0.
-        With the scorer `letter`, compare the letters of the choices instead."""
+        """Return 1 if answer and reference are equal as numbers, or as text without leading and trailing whitespace;
+        otherwise 0. With the scorer `letter`, compare the letters of the choices instead."""
         if answer is None or reference is None:
             return 0.0
         if self._scorer == "letter":
@@ -137,7 +137,7 @@ class FileTask:
 
     def _choice(self, where: str, value: Any, labels: list[str], texts: list[str]) -> str:
         """Return the letter of the correct choice. `value` states the choice as an index from 0, a letter, a label or
-        its text."""
+        the choice's text."""
         if isinstance(value, int) and 0 <= value < (len(texts) or len(LETTERS)):
             return LETTERS[value]
         for known in (labels, texts, list(LETTERS[: 0 if texts else None])):

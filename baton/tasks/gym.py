@@ -180,7 +180,8 @@ class ListedTask(msgspec.Struct, frozen=True):
 
 
 def list_tasks(name: str | None = None) -> list[ListedTask]:
-    """Return the task `name`, or all tasks, with examples. An error about a missing module replaces an example."""
+    """Return the task `name`, or all tasks, with examples. If a task needs a module that is missing, the error replaces
+    the task's example."""
     return [_describe(each) for each in ([name] if name else gym_tasks())]
 
 

@@ -41,7 +41,8 @@ class ProblemSettings(Settings):
     Hugging Face datasets, or the name of a dataset on the Hugging Face hub, such as `openai/gsm8k` or
     `openai/gsm8k@REVISION`. Each row has a prompt and a reference answer."""
     config: str | None = None
-    """Configuration of a dataset on the hub; the default is the dataset's default or `main`."""
+    """Configuration of a dataset on the hub; the default is the dataset's default configuration, or `main` if it has
+    none."""
     split: str = "train"
     """Split to read, if `path` is a directory or a hub name with several splits."""
     prompt_column: str = "prompt"
@@ -78,7 +79,8 @@ class ProblemSettings(Settings):
     """Wording of the problem. original: the wording of reasoning-gym. compact: few tokens, for small models."""
     too_long: Literal["filter", "refuse"] = "filter"
     """Treatment of prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count
-    these prompts. refuse: do not start if the check at the start finds such a prompt; skip those that it misses."""
+    these prompts. refuse: the run does not start if the check before the start finds such a prompt, and skips prompts
+    that this check misses."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets.
     `too_long` states how longer prompts are treated."""
@@ -160,8 +162,8 @@ class TaskSettings(ProblemSettings):
 
 
 class EvalTaskSettings(ProblemSettings):
-    """[[eval.task]] One test set. With test sets, evaluations use them in place of the held-out problems of [[task]].
-    No problem of a test set is trained on."""
+    """[[eval.task]] One test set. If a recipe has test sets, evaluations use them instead of the held-out problems of
+    [[task]]. No problem of a test set is trained on."""
 
     split: str = "auto"
     """Split to read, if `path` is a directory or a hub name with several splits. auto: `test`, or the only split."""
@@ -275,12 +277,12 @@ class TaskMixture:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
         If there are test sets, return their prompts instead. A test set gives as many prompts as its own key
-        `num_prompts` states. Without this key, it gives all problems of its `path` if `uses_all` is True, else as many
-        as the argument `num_prompts` states. Without `or_fewer`, the argument `num_prompts` is also the maximum for
-        each test set.
+        `num_prompts` states. Without this key, the test set gives all problems of its `path` if `uses_all` is True,
+        else as many as the argument `num_prompts` states. Without `or_fewer`, the argument `num_prompts` is also the
+        maximum for each test set.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, and for a
-        test set, it raises this error only if no held-out problem is found.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, or for a
+        test set, the error is raised only if no held-out problem is found.
         """
         prompts: list[Prompt] = []
         if self.tests:

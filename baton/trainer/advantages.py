@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EPSILON = 1e-6
-"""Constant added to standard deviations. The GRPO paper does not give a value; most implementations use 1e-6."""
+"""Constant added to standard deviations. The GRPO paper gives no value of this ε; most implementations use 1e-6."""
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -109,9 +109,9 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    If all rewards of a group are equal, all advantages are exactly 0. With `algorithm.turn_rewards`, the R_i are the
-    returns of all turns of all episodes in the group, also in `group_mean`. Rewards are thus summed before they are
-    normalised, whereas GRPO's process supervision (section 4.1.3) normalises rewards before it sums them.
+    If all rewards of a group are equal, all advantages are exactly 0. With `algorithm.turn_rewards`, here and in
+    `group_mean`, the R_i are the returns of all turns of all episodes in the group. Rewards are thus summed before they
+    are normalised, whereas GRPO's process supervision (section 4.1.3) normalises rewards before it sums them.
     """
     return _within_groups(outcomes, _standardised)
 

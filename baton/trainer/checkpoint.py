@@ -56,7 +56,7 @@ _SHARDS = "optimizer"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `baton/state.json`: the state from which a run resumes, except tensors, and software versions."""
+    """Content of `baton/state.json`: software versions, and the state from which a run resumes, without tensors."""
 
     format: int = _FORMAT
     version: PolicyVersion

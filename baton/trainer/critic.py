@@ -52,7 +52,7 @@ class Critic(torch.nn.Module):
         return found
 
     def of_packed(self, tokens: PackedTokens) -> torch.Tensor:
-        """Return a separate critic's values, [N] float32, before the tokens to score, for concatenated rows."""
+        """For concatenated rows, return a separate critic's values before the tokens to score, float32 [N]."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(packed_hidden_states(self.trunk, tokens)[tokens.before])
         return found

@@ -61,8 +61,8 @@ class ModelInputs:
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return the experts that the engine reported for each response token, the flattened position at which the
-        forward pass computes these experts, and the number of positions of the pass. This position is that of the
+        """Return (experts, positions, number of positions of the pass): for each response token, the experts that the
+        engine reported, and the flattened position at which the forward pass selects them. This position is that of the
         preceding token, where the token's logits are computed. A padded pass does not compute the last column of
         `input_ids`."""
         found: list[bytes] = []

@@ -132,7 +132,7 @@ class LocalTrainer(Trainer):
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        # `find_head` runs a forward pass, which routing replay must not record, so the call precedes its setup. The
+        # `find_head` runs a forward pass, which routing replay must not record, so replay is set up later. The
         # forward pass uses autocast only if parameters may be bfloat16: if the model has adapters, or if ranks gather
         # parameters in the compute dtype.
         has_rounded = lora is not None or not self._parallel.is_alone
@@ -243,8 +243,8 @@ class LocalTrainer(Trainer):
         self._version = PolicyVersion(start.lineage, batch.step)
         if not self._parallel.pipeline.is_last:
             return {}
-        # Computed after the updates, because non-finite rewards would make these statistics fail before the updates
-        # raise TrainingDiverged.
+        # Computed after the updates, which raise TrainingDiverged for non-finite rewards: these statistics would
+        # fail with another error.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
@@ -259,7 +259,7 @@ class LocalTrainer(Trainer):
 
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
-        # On a CPU, bfloat16 kernels are compiled for each new shape.
+        # On a CPU, bfloat16 kernels are compiled for each new shape, so microbatches then have few different shapes.
         device = self.model.device
         makes_kernels = device.type == "cpu" and torch_dtype(settings.dtype, device) is torch.bfloat16
         return cut(
@@ -347,7 +347,7 @@ class LocalTrainer(Trainer):
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest on every rank to that of the first rank, which alone gathers all weights."""
+        """Set the version's digest on every rank to that of the first rank: only this rank gathers all weights."""
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
@@ -379,7 +379,7 @@ class LocalTrainer(Trainer):
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
         for learner in reversed(self.learners):
-            # Moments that match no learner stay in `apart`; `load_optimizer_tensors` then reports them.
+            # `apart` includes the moments that match no learner, for which `load_optimizer_tensors` raises UserError.
             others = [names for names in known if names is not learner.parameters]
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)

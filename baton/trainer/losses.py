@@ -67,7 +67,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The denominator and weights of an objective's ratio, computed by a correction."""
+    """The denominator of an objective's ratio, and the weight of each token, computed by a correction."""
 
     logprobs: torch.Tensor
     """[B, K] logprobs under PPO's old policy: the proximal or the behavior policy."""

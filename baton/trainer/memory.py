@@ -25,8 +25,8 @@ from baton.trainer.settings import TrainerSettings
 
 def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
     """Return the dimensions of the model that a Hugging Face configuration describes. `num_params`: the model's number
-    of parameters, if known. A model without attention heads is treated as a model with a single head and only
-    feed-forward layers."""
+    of parameters, if known. If the configuration lacks a needed key, such as the number of attention heads, the model
+    is treated as a model with one attention head and default sizes."""
     values = {key: value for key, value in config.to_dict().items() if value is not None}
     try:
         found = model_spec(values, str(config.model_type))

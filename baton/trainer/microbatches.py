@@ -31,7 +31,7 @@ PASS_TOKENS = 64
 
 ROW_TOKENS = 4
 """Fixed cost of a row in a pass over shared prompts, given as the number of tokens that cost as much: each row has
-kernel calls of its own. Measured with a model of 0.83 M parameters; larger models have a smaller value."""
+kernel calls of its own. Measured with a model of 0.83 M parameters; the number is smaller for larger models."""
 
 COPIED_TOKEN = 0.125
 """Memory of the keys and values of a token, as a fraction of all its activations: every row after the first copies the
@@ -201,8 +201,8 @@ def under_budget(
 ) -> list[list[TrainingSample]]:
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (number of rows × longest row).
 
-    Dynamic programming over the sorted rows minimises the sum of all padded tokens (with rows and width rounded up to
-    `multiples`) and `PASS_TOKENS` for each chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal
+    Dynamic programming over the sorted rows minimises the number of padded tokens (with row count and width rounded up
+    to `multiples`) plus `PASS_TOKENS` per chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal
     length keep their order.
     """
     # Longest first, so that a run that lacks memory fails in its first pass.
@@ -232,8 +232,8 @@ def first_fit(
 
     The number of chunks is at most 11/9 of the optimum plus one. A row longer than `max_tokens` forms a chunk alone.
     `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts as 1 token for the
-    first row, and as `COPIED_TOKEN` for each further row. If the rows of a prompt exceed `max_tokens`, they are divided
-    into parts, and the prompt is computed once per part.
+    first row, and as the fraction `COPIED_TOKEN` for each other row of the prompt. If the rows of a prompt exceed
+    `max_tokens`, they are divided into parts, and the prompt is computed once per part.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
     if not shares_prompts:
@@ -336,7 +336,7 @@ def pad(
     num_rows = round_up(len(chunk), multiples[0])
 
     def laid(values: Callable[[TrainingSample], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        """Take [L] values of each row, and return a [B, K] tensor on the host with 0 at other positions."""
+        """Return a [B, K] tensor on the host with the [L] values of each row, and 0 at other positions."""
         padded = [
             [0] * (row.prompt_length - first) + list(values(row)) + [0] * (width - len(row.token_ids)) for row in chunk
         ]

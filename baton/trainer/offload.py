@@ -23,7 +23,7 @@ from baton.policy.memory import held_bytes, release_free_memory
 
 
 class Offload:
-    """The tensors of models and their optimisers, active on a device or resting on the host."""
+    """The tensors of models and optimisers, which are on a device or, during sleep, on the host."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Offload:
         *,
         moves: bool | None = None,
     ) -> None:
-        """The tensors start active. `moves`: whether `sleep` moves tensors; the default is True except on a CPU."""
+        """`moves`: whether `sleep` moves tensors; the default is True except on a CPU."""
         self.device = device
         self._models = [model for model in dict.fromkeys(models) if model is not None]
         self._optimizers = optimizers
@@ -41,7 +41,7 @@ class Offload:
         self._hosts: dict[int, Tensor] = {}
         """`id(tensor)` → host memory of the offloaded tensor."""
         self._resting: dict[int, tuple[Tensor, Tensor, int]] = {}
-        """`id(tensor)` → (the resting tensor, a tensor object that holds its storage on the device, bytes of this
+        """`id(tensor)` → (the offloaded tensor, a tensor object with its storage on the device, bytes of this
         storage)."""
         self.is_resting = False
 

@@ -77,7 +77,7 @@ def clip_gradients(
     """Scale gradients down so that their Euclidean norm over all shards is at most `max_norm`.
 
     Return the norm before scaling. `total_norm` maps the norm of this pipeline stage to the norm over all stages.
-    `repeated`: parameters that another stage counts in the norm and this stage does not count. Collective if the
+    `repeated`: parameters that this stage's norm excludes, because another stage counts them. Collective if the
     gradients are sharded.
     """
     counted = by_mesh(p.grad for name, p in parameters.items() if p.grad is not None and name not in repeated)

@@ -63,8 +63,8 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: function from a token's name to the weight (`WorkerJoined.weight`) of the run's workers with this
-        token."""
+        """weight: function that maps the name of an access token to the weight (`WorkerJoined.weight`) of the run's own
+        workers that use this token."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -88,8 +88,8 @@ class Membership:
     # ---- commands of the broker --------------------------------------------------------------------------------------
 
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
-        """Execute the broker's commands in order. A command can cause further commands, such as a disconnection because
-        a queue is full. The further commands are executed after all commands that already wait."""
+        """Execute the broker's commands in order. A command can cause new commands, such as a disconnection because a
+        queue is full. New commands are executed after the commands that already wait."""
         self._commands.extend(commands)
         if self._is_executing:
             return
@@ -126,7 +126,7 @@ class Membership:
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove the workers of a quarantined id or token; revoke their trajectories that were not trained on."""
+        """Remove the workers of a quarantined id or access token; revoke their trajectories not yet trained on."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -193,10 +193,11 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """Handle a connection's end: the worker gets no new leases, and its leases end at the heartbeat timeout."""
+        """Handle the end of a connection: the worker gets no new leases, and its leases end at the heartbeat timeout
+        unless the worker reconnects."""
         peer.outgoing = None
         self._count_slots()
-        # a removed worker's end has already been reported
+        # the removal of a worker has already been reported
         if self.peers.get(peer.number) is peer and not is_stopping:
             count = self.broker.num_leases(peer.number)
             its = f"its {count} leases go to other workers unless it reconnects" if count else "it held no leases"
@@ -245,7 +246,7 @@ class Membership:
             self.send(peer.number, messages.RunOver())
 
     def tick(self, delay_s: float) -> None:
-        """Check tokens, quarantine and time limits of all workers. delay_s: delay of this tick in seconds."""
+        """Check access tokens, quarantines and time limits of all workers. delay_s: delay of this tick in seconds."""
         for peer in list(self.peers.values()):
             reason = self._access.recheck(peer.grant, peer.worker, peer.address)
             if reason is not None:

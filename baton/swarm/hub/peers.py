@@ -82,7 +82,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """Name shown to users: the name of the worker's token, and the worker's number."""
+        """Name shown to users: the name of the worker's access token, and the worker's number."""
         return f"{self.grant.name}#{self.number}"
 
     @property

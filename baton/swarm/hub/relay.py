@@ -5,7 +5,7 @@
 When a worker requests a chunk, the relay fetches the chunk from the hub, verifies it, writes it to a cache of limited
 size, and sends it to the worker. Workers verify every chunk against the chunk's digest, so a relay can withhold weights
 but cannot forge them. The hub sends workers the URLs of its relays and a secret for their requests to relays. A relay
-therefore never receives a worker's token.
+therefore never receives a worker's access token.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Relay:
         self._verified: set[str] = set()
         """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Key → running fetch. Further requests with the same key wait for this fetch."""
+        """Digest of a chunk or version of a manifest → running fetch, which later requests for the same data share."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -86,7 +86,7 @@ class Relay:
         self.url = ""
 
     async def run(self, until: asyncio.Event) -> None:
-        """Serve until `until` is set. Raises UserError if the address is not available or the hub refuses the token."""
+        """Serve until `until` is set. Raises UserError if the address is not available or the hub refuses the relay."""
         app = web.Application()
         app.router.add_get(MANIFEST_ROUTE, self._manifest)
         app.router.add_get(CHUNK_ROUTE, self._chunk)
@@ -157,7 +157,7 @@ class Relay:
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a reader of a verified chunk: on disk if the cache has room for it, otherwise in memory."""
+        """Return a reader of a verified chunk, which is on disk if the cache has room for it, otherwise in memory."""
         if digest in self._verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")

@@ -76,7 +76,7 @@ class HubStatus(msgspec.Struct, frozen=True):
     """Quantities of the provisioning rule, by name."""
     quarantine: tuple[QuarantineStatus, ...]
     denied: int
-    """Number of requests that were refused because of their token, its role, or a quarantine."""
+    """Number of requests that were refused because of their access token, its role, or a quarantine."""
     malformed: int
     """Number of connections ended because of an invalid message."""
     loop_delay_s: float

@@ -64,8 +64,8 @@ class WorkerConnection:
         """Return the worker's next message, or None when the connection has ended. Raises Malformed if the message is
         invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds.
 
-        The wait consists of slices with separate timeouts. A pause of this process therefore counts as one slice, and
-        the next slice reads the messages that arrived during the pause.
+        The wait consists of `SILENT_HEARTBEATS` shorter waits. If this process is paused, only one of them times out,
+        and the next one reads the messages that arrived during the pause.
         """
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
@@ -90,7 +90,7 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of unsent bytes; 0 for a closed TLS transport, which raises AttributeError."""
+    """Return the number of unsent bytes, or 0 for a closed TLS transport, whose method raises AttributeError."""
     try:
         return transport.get_write_buffer_size()
     except AttributeError:

@@ -22,7 +22,7 @@ from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory
 MAX_LOGPROB = 1e-4
 """Maximum of a reported log-probability, above 0 to allow for rounding."""
 MAX_SHOWN = 60
-"""Maximum number of characters that a message quotes of a reported value."""
+"""Maximum number of characters of a reported value that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,8 @@ def _wrong_stop(
 ) -> str | None:
     """Search for stop strings token by token, as an engine does. A token that completes a stop string must be the last
     token of a report with the finish reason `stop`. The last token of a report with this finish reason must complete a
-    stop string or be an end id. Return a sentence that names the first violation, or None if there is none."""
+    stop string, or its id must end a trajectory. Return a sentence that names the first violation, or None if there is
+    none."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

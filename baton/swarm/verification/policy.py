@@ -72,7 +72,7 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     worker: str
     """Id of the worker, from `identity.WorkerKeys`."""
     name: str
-    """Name of the trajectory whose check was decisive."""
+    """Name of the trajectory whose check was decisive, or `a report of worker N` for an invalid report."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
     """Names of the worker's finished trajectories that were not trained on, to be generated again."""
@@ -83,7 +83,7 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     num_checked: int
     num_finished: int
     token: str = ""
-    """Digest of the worker's token."""
+    """Digest of the worker's access token."""
     label: str = ""
     """Name of the worker that is shown to users."""
 
@@ -421,6 +421,6 @@ class VerificationPolicy:
 
 
 def name_of(key: Key) -> str:
-    """Return a trajectory's name. The noise seed distinguishes training and evaluations."""
+    """Return a trajectory's name. The noise seeds of training and evaluations differ, so the names differ as well."""
     noise_seed, group_id, sample_index = key
     return f"{group_id}/{sample_index}@{noise_seed}"

@@ -47,7 +47,7 @@ class Quarantine:
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
-        """Read the file again if it has changed. Return the ids of the workers whose quarantine has ended."""
+        """Read the file if it has changed. Return the ids of the workers whose quarantine ended since the last read."""
         path = self._path
         size = path.stat().st_size if path is not None and path.exists() else 0
         if path is None or size == self._size:
@@ -63,8 +63,9 @@ class Quarantine:
         self._size += self._append(record)
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. name: id or label of a worker, or name of an access
-        token, for all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this name."""
+        """End quarantines, and return the ids of the workers. name: the id or the label of one worker, or the name of
+        an access token to select all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this
+        name."""
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:
@@ -75,7 +76,7 @@ class Quarantine:
         return found
 
     def reason(self, grant: AccessGrant, worker: str = "") -> str | None:
-        """Return the reason why a worker or its token is quarantined, or None if neither is quarantined."""
+        """Return the reason why a worker or its access token is quarantined, or None if neither is quarantined."""
         for one in self.records:
             if one.worker == worker:
                 return f"in quarantine: {one.verdict.reason}"

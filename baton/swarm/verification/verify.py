@@ -35,7 +35,7 @@ trajectory. The result is SUSPECT if an upper bound on p is below the first numb
 _MAX_FACTOR = 10.0
 """Maximum factor between a calibrated `Tolerance.logprob` or `.draw_gap` and the default for its dtype."""
 _FLOAT32_ROUNDING = 1e-6
-"""Lower bound on a calibrated `Tolerance.typical`, in nats: the float32 rounding error of two logprobs alone."""
+"""Lower bound on a calibrated `Tolerance.typical`, in nats: the rounding error of float32 logprobs."""
 _TYPICAL_QUANTILE = 0.8
 """`Tolerance.typical` is this quantile of the logprob differences of correct workers, multiplied by `HEADROOM`."""
 
@@ -172,8 +172,8 @@ def violation(sentence: str) -> VerificationResult:
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return the larger of a token's mask gap and draw gap. A token that was sampled with noise that only the worker
-    knows has the draw gap 0."""
+    """Return the larger of a token's mask gap and draw gap (`Rescored`). If only the worker knows the noise, a sampled
+    token has the draw gap 0."""
     of_draw = rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
     return max(of_draw, rescored.mask_gaps[i]) if rescored.mask_gaps else of_draw
 

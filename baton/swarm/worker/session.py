@@ -8,7 +8,7 @@
 Commands for the engine and messages to the hub are returned to the caller.
 
 The session survives its connections. Reports are kept until the hub confirms them. A restarted hub has another
-incarnation, and leases of the old incarnation are discarded.
+incarnation (identifier of the hub process), and the worker discards leases of the old one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
     welcome: messages.Welcome
     is_new_hub: bool
-    """Whether the engine must first discard all leases: leases of another hub incarnation may have the same ids."""
+    """Whether the engine must first discard all leases: leases of another hub process may have the same ids."""
 
 
 Command = (
@@ -102,7 +102,7 @@ class WorkerSession:
         self, *, url: str = "", reconnect_timeout_s: float | None = None, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
         """url: address of the hub. reconnect_timeout_s: as in `WorkerOptions`. jitter: function that returns a random
-        factor; each delay before an attempt to reconnect is multiplied by it."""
+        factor for each delay before an attempt to reconnect."""
         self.key = ""
         """Key that the hub has issued; kept in memory until the process ends."""
         self.welcome: messages.Welcome | None = None
@@ -118,7 +118,7 @@ class WorkerSession:
         self.is_welcomed = False
         """Whether Welcome has arrived on this connection."""
         self._incarnation: str | None = None
-        """Incarnation of the hub that granted the engine's leases."""
+        """`Welcome.incarnation` of the hub process that granted the engine's leases."""
         self._outbox, self._sync, self._failures = Outbox(), vs.VersionSync(), 0
         self._url, self._reconnect_timeout_s, self._jitter = url, reconnect_timeout_s, jitter
 

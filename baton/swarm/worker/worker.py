@@ -95,8 +95,7 @@ class SwarmWorker:
         long."""
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
-        # a connection from before an outage may be dead, so a connection is kept only between the chunks of one
-        # transfer
+        # an outage may break an idle connection, so a connection is reused only for the next chunk of the same transfer
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
         self.session.served_s = self._loop.time()

@@ -38,7 +38,7 @@ class BatchShare:
         return [max(1, int(max_tokens * speed / max(self.speeds))) for speed in self.speeds] or [max_tokens] * self.size
 
     def cost(self, num_tokens: int) -> float:
-        """Return the cost of a row, relative to one token of a very short row."""
+        """Return the cost of a row, as a multiple of the cost of one token in a very short row."""
         return num_tokens * (1.0 + num_tokens / self.even_tokens)
 
 

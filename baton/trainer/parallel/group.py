@@ -53,7 +53,8 @@ class SingleRank:
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of this rank's parameters that another stage also has, counts in norms and writes to checkpoints."""
+    """Names of this rank's parameters that another stage also has. Only the other stage counts them in norms and writes
+    them to checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Remove the layers of other stages from modules, shard the parameters in place, move them to the rank's
@@ -95,7 +96,7 @@ class SingleRank:
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return, on every rank, the first `trouble` in rank order that is not None; None if all are None."""
+        """Return, on every rank, the `trouble` of the lowest rank that passed one; None if no rank passed one."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -148,7 +149,7 @@ class RankGroup(SingleRank):
         self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Remove other stages' layers, then apply tensor parallelism and FSDP. Raises UserError if unsupported."""
+        """Remove other stages' layers; apply tensor parallelism and FSDP. Raises UserError for an unsupported model."""
         stored = [self._stored.pop(id(module), None) for module in modules]
         for module, own in zip(modules, stored, strict=True):
             if module is None or id(module) in self._sharded:

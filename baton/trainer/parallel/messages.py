@@ -99,7 +99,7 @@ class Restore(msgspec.Struct, frozen=True, tag="Restore"):
 
 
 class UseDevice(msgspec.Struct, frozen=True, tag="UseDevice"):
-    """Request to move all tensors from the device to the host, so that an engine can use the device, or back."""
+    """Request to move all tensors to the host, so that an engine can use the device, or back to the device."""
 
     is_awake: bool | None
     """False: move all tensors to the host. True: move all tensors back to the device. None: only report the memory."""
@@ -236,8 +236,8 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
     """Return the error that caused the Faults among `answers` (rank → answer), or None if there is no Fault.
 
     A failing rank breaks the collectives of other ranks, so other ranks report errors that are only consequences. A
-    UserError, TrainingDiverged or EngineFault therefore takes precedence over an OSError, and an OSError over any other
-    error, which becomes RankLost.
+    UserError, TrainingDiverged or EngineFault therefore takes precedence over an OSError. If no rank reported one of
+    these errors, the result is a RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}
