@@ -60,7 +60,7 @@ class EnvironmentClient(Protocol):
         """Close the environment of an episode that has ended."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics since the last call."""
+        """Return the metrics collected since the last call."""
 
     def close(self) -> None:
         """End all environments."""
@@ -104,7 +104,7 @@ class EpisodeRules:
     """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If False, the
     episode begins again, because it is unknown whether the environment executed the last action."""
     max_attempts: int = 3
-    """Maximum number of attempts at an episode whose environment fails. After the last attempt, the episode has no
+    """Maximum number of attempts at an episode whose environment fails. If all attempts fail, the episode has no
     reward."""
 
 
@@ -133,7 +133,7 @@ class _Open:
     trajectory: Trajectory
     episode: Episode = field(default_factory=Episode)
     block: int | None = None
-    """Block of the error budget in which the attempt began; None before its first action."""
+    """Block of the error budget in which the attempt began; None before the attempt's first action."""
 
 
 class ErrorBudget:
@@ -170,7 +170,7 @@ class ErrorBudget:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """The objects for multi-turn episodes that training and evaluations share."""
+    """The objects that training and evaluations share to run multi-turn episodes."""
 
     inbox: EnvironmentInbox
     bridge: TokenBridge
@@ -244,8 +244,8 @@ class EpisodePlayer:
 
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
         """Send the action of a finished turn, or return the episode if it is over. reason: why the engine ended the
-        turn. A turn that used up its own budget is sent unchanged, even if the episode's budget ends at the same token.
-        A turn that was cut by the limit of the episode or of the context is not sent."""
+        turn. A turn that used up `max_turn_tokens` is sent unchanged, even if the episode's budget ends at the same
+        token. A turn that was cut by the limit of the episode or of the context is not sent."""
         key, rules = _key(trajectory), self._setup.tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory

@@ -49,7 +49,8 @@ class TokensReceived(TrajectoryEvent, frozen=True, tag="Grew"):
 
 
 class Finished(TrajectoryEvent, frozen=True, tag="Finished"):
-    """A leased or acting trajectory is complete. Earlier `TokensReceived` events have counted all its tokens."""
+    """A leased trajectory, or one that waited for its environment, is complete. Earlier `TokensReceived` events have
+    counted all its tokens."""
 
 
 class TurnEnded(TrajectoryEvent, frozen=True, tag="TurnEnded"):
@@ -61,7 +62,7 @@ class Observed(TrajectoryEvent, frozen=True, tag="Observed"):
 
 
 class EnvironmentFailed(TrajectoryEvent, frozen=True, tag="EnvironmentFailed"):
-    """The environment of an acting trajectory failed. The episode starts again from its prompt."""
+    """The environment for which a trajectory waited has failed. The episode starts again from its prompt."""
 
     cause: str
 

@@ -19,7 +19,8 @@ at the previous level."""
 MEASURED = 2
 """Number of batches of one measurement."""
 CLOSE = 0.02
-"""The next higher level is chosen only for at least this relative gain, because more open groups make tokens older."""
+"""The next higher level is chosen only if it increases the rate of useful tokens by at least this share, because more
+open groups make tokens older."""
 BUSY = 0.95
 """Occupancy above which more open groups do not increase throughput."""
 CHANGED = 0.3
@@ -78,7 +79,8 @@ class OverprovisionSearch:
         return self.level
 
     def _choose(self, *, is_full: bool) -> float:
-        """Return the best of the present level and its measured neighbours, or a neighbour that must be measured."""
+        """Return the next level: a measured neighbour that is better than the present level, else a level without a
+        recent measurement, else the present level."""
         levels = [level for level in LEVELS if level <= self.most]
         at = levels.index(self.level)
         near = [self.level, *levels[at + 1 : at + 2 - is_full], *levels[max(0, at - 1) : at]]

@@ -52,7 +52,7 @@ _CLOSE_S: Final = 30.0
 
 
 class Versions(Protocol):
-    """Sends versions to all replicas. A replica receives a version in its engine's `load_weights`."""
+    """Sends versions to all replicas. A replica receives a version while its engine's `load_weights` runs."""
 
     @property
     def sent_bytes(self) -> int:
@@ -104,7 +104,7 @@ class _Replica:
     is_serving: bool = True
     is_loading: bool = False
     cause: str = ""
-    """Why the replica does not serve."""
+    """Reason why the replica serves no version, if it serves none."""
     stats: EngineStats = field(default_factory=EngineStats)
     before: EngineStats = field(default_factory=EngineStats)
     """Counters of the replica's earlier engines."""
@@ -267,8 +267,8 @@ class ReplicaTransport(WorkerTransport):
                 pass  # a load that a newer version has replaced
 
     def _on_reports(self, replica: _Replica, reports: Sequence[FromWorker]) -> None:
-        """Put the reports of the replica's leases into the outbox. Tokens of leases that the replica has lost are
-        counted as lost."""
+        """Put the reports of the replica's leases into the outbox. Tokens of leases that were taken from the replica
+        are counted as lost."""
         own = self._queue.leases[replica.index]
         for report in reports:
             if report.lease_id in own:

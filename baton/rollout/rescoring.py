@@ -22,7 +22,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """The policy tokens of a claim that were sampled under one version, with scores under that version's weights."""
+    """The policy tokens of a `Claim` that were sampled under one version, and their scores under that version's
+    weights."""
 
     name: str
     """Name of the trajectory: `group/sample`."""

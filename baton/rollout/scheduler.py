@@ -117,7 +117,8 @@ class RolloutScheduler:
         return bool(self._leased) and (self._is_requested or not self.rules.pauses)
 
     def running_s(self, at_s: float) -> float:
-        """Return the seconds until `at_s` in which at least one trajectory was leased and not paused."""
+        """Return the total seconds, from the scheduler's creation to `at_s`, in which at least one trajectory was
+        leased and not paused."""
         return self._running_s + max(0.0, at_s - self._last_s) * self._is_running
 
     @property
@@ -275,7 +276,8 @@ class RolloutScheduler:
         return self._is_requested or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[ev.Command]:
-        """Assign pending trajectories to free slots and queue places. Open a group when no trajectory is pending."""
+        """Lease pending trajectories while the workers have free slots or room in their queues. Open a group when no
+        trajectory is pending."""
         if not self._is_generating():
             return
         most = min(self._max_leases, self.rules.max_concurrency or math.inf)

@@ -46,8 +46,8 @@ class Rules:
     max_lag: int = 0
     """A swarm worker receives leases only if it is at most this number of published versions behind the latest."""
     may_pause: bool = False
-    """Whether the workers generate only while the controller waits for their messages, and keep the state of running
-    trajectories meanwhile."""
+    """Whether the workers generate only while the controller waits for their messages, and at other times pause without
+    losing the state of running trajectories."""
 
     @property
     def is_in_flight(self) -> bool:

@@ -29,8 +29,8 @@ class WorkerTransport(Protocol):
 
     @property
     def no_worker_timeout_s(self) -> float:
-        """Seconds without any worker after which a run with a swarm stops, if longer than `rollout.stall_timeout_s`.
-        For other transports, the value is 0."""
+        """Seconds without any worker after which a run with a swarm stops; values below `rollout.stall_timeout_s` have
+        no effect. For other transports, the value is 0."""
         return 0.0
 
     @property
@@ -72,7 +72,7 @@ STEPS = 8
 """Maximum number of decode steps per call of `receive`. Each decode step evicts the controller's data from the
 processor's caches, so handling the messages of several steps together is faster."""
 STEPS_S = 0.05
-"""In a call of `receive`, no step starts after this number of seconds."""
+"""Seconds after which a call of `receive` starts no further decode step."""
 
 
 class LocalTransport(WorkerTransport):

@@ -90,8 +90,8 @@ class WorkerClient:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 
         beside: sockets of environments; the wait also ends when one of them is readable. If `beside` is empty or the
-        transport has no sockets, the wait ends after `SHORT_WAIT_S`. If `beside` is None, no other event can arrive
-        during the wait.
+        transport has no sockets, the wait ends after `SHORT_WAIT_S`. If `beside` is None, only a message ends the wait
+        before `timeout_s`.
 
         Raises DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. Progress
         is a message, a change of the engine's counters, or the change of the number of slots from or to zero. names:

@@ -238,10 +238,10 @@ def build_loop(
 ) -> Loop:
     """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
 
-    A request through `stop` ends every wait of the loop except the wait for a train step. `supervisor`, `start_ranks`,
-    `reward_places` and `replicas` start workers, trainer ranks, reward models and vLLM engines on other machines.
-    Raises UserError for mistakes that can be detected before the first step. After this error, the run's directory is
-    unchanged.
+    A request through `stop` ends every wait of the loop except the wait for a train step. On other machines,
+    `supervisor` starts workers, `start_ranks` trainer ranks, `reward_places` reward models, and `replicas` vLLM
+    engines. Raises UserError for mistakes that can be detected before the first step. After this error, the run's
+    directory is unchanged.
     """
     lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
     stop = stop or StopRequest()
@@ -323,7 +323,8 @@ def build_loop(
 
 
 def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool) -> tuple[RunLock, Recipe]:
-    """Lock the run's directory. Return the lock, and the recipe with resolved hub revisions and dtypes."""
+    """Lock the run's directory. Return the lock, and the recipe with resolved dtypes and revisions of Hugging Face
+    models and datasets."""
     path = recipe.run.path
     if not resume:
         RunDirectory.check_free(path, overwrite=overwrite)

@@ -5,7 +5,8 @@
     reward models ─▶ `devices` of [[reward]]; by default a GPU without a rank or engine or, if there is none, an
     engine's
 
-An environment variable of the CUDA or ROCm runtime hides the other GPUs from an engine in a separate process.
+An engine in a separate process sees only its own GPUs: an environment variable of the CUDA or ROCm runtime hides the
+others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class DeviceLayout:
     engines: tuple[tuple[int, ...], ...]
     """The GPUs of each engine."""
     rewards: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """The devices of each reward model, by the name of its [[reward]]."""
+    """(name of the [[reward]] section, devices) of each reward model."""
     gpu_bytes: int = field(default=0, compare=False)
     """Total memory of a GPU; vLLM takes a share of it. 0 if the engines are not of kind `vllm`."""
 
@@ -144,8 +145,9 @@ def placed_rewards(recipe: Recipe, layout: DeviceLayout | None) -> tuple[RewardS
 
 
 def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> DirectTransfer:
-    """Return how versions are transferred from the trainer to the run's engine. If both use the same GPU, the backend
-    is `ipc`, because NCCL refuses two processes on one GPU. In this case, `is_sparse` raises UserError."""
+    """Return how versions are transferred from the trainer to the run's engine. If trainer and engine use the same GPU,
+    the backend is `ipc`, because NCCL refuses two processes on one GPU. Raises UserError if `ipc` does not support the
+    run: several replicas, several trainer ranks, or `is_sparse`."""
     if layout is None:
         return DirectTransfer("gloo", is_sparse)
     shared = [gpus for gpus in layout.engines if set(layout.trainer) & set(gpus)]

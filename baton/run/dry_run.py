@@ -49,8 +49,8 @@ class Footprint(msgspec.Struct, frozen=True):
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """Peak memory of one trainer rank: weights, gradients, moments, activations and copies. Memory outside of tensors,
-    which is only assumed, is not included."""
+    """Peak memory of one trainer rank: weights, gradients, moments, activations and copies. The assumed memory outside
+    of tensors is not included."""
     engine_bytes: int
     """Memory of an embedded engine with the recipe's slots and context: weights, KV cache, copies."""
     cache_bytes: int
@@ -195,7 +195,8 @@ def check_reward_models(recipe: Recipe) -> None:
 
 
 def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
-    """Return the run's values on the axes of `support.toml`, including its architecture and this machine's platform."""
+    """Return the run's value on each axis of `support.toml`, including the model's architecture and this machine's
+    platform."""
     device = torch_device(recipe.model.device).type
     platform = "rocm" if device == "cuda" and torch.version.hip else device
     return {**recipe.choices(), "architecture": (str(config.model_type),), "platform": (platform,)}

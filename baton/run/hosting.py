@@ -222,7 +222,7 @@ class _Files:
 
 @dataclass(frozen=True, slots=True)
 class _SupervisorAccess:
-    """The hub's interface to a worker supervisor."""
+    """The methods of the hub that a worker supervisor calls."""
 
     url: str
     certificate: str

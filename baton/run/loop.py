@@ -173,7 +173,7 @@ class Loop:
     saved_step: int = field(init=False)
     """Train step of the last checkpoint, which may not be on disk yet (`unwritten`)."""
     writer: SerialExecutor = field(default_factory=lambda: SerialExecutor("checkpoint"))
-    """Thread that writes checkpoints with `checkpoint.background`."""
+    """Thread that writes checkpoints if `checkpoint.background` is set."""
     unwritten: tuple[int, Future[SavedCheckpoint]] | None = None
     """Train step and result of the checkpoint that is being written in the background."""
 
@@ -391,7 +391,7 @@ class Loop:
         self._written(step, saved)
 
     def _written(self, step: int, saved: SavedCheckpoint) -> None:
-        """Delete the groups from the journal on which a checkpoint on disk was trained."""
+        """Delete from the journal the groups on which a checkpoint on disk was trained."""
         self.last_checkpoint = saved.path
         self.journal.checkpointed(step, saved.oldest_step)
 

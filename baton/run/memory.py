@@ -94,8 +94,8 @@ def _batch_tokens(recipe: Recipe) -> float:
 def rank_phases_of(
     recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0, most_tokens: float = math.inf
 ) -> tuple[Phase, ...]:
-    """Return the phases of a trainer rank of the recipe. `stage`: index of the rank's pipeline stage. `most_tokens`:
-    number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`."""
+    """Return the phases of a trainer rank, with the memory of each phase. `stage`: index of the rank's pipeline stage.
+    `most_tokens`: number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`."""
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     return trainer_phases(
         model,
@@ -103,7 +103,7 @@ def rank_phases_of(
         recipe.algorithm,
         recipe.lora,
         value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
-        # for engines in other processes, each version is written to a file tensor by tensor
+        # for engines in other processes, the trainer writes a version to a file, one tensor at a time
         published_bytes=0.0
         if recipe.swarm.is_on or recipe.engine.processes
         else _published_bytes(recipe, on_cpu=on_cpu),

@@ -83,7 +83,7 @@ def measured_rates(
         if each.predicted and each.measured
     }
     generated = trained = 1.0
-    """Measured numbers of generated and of trained tokens, relative to the plan."""
+    """Measured number of tokens divided by the planned number, for generated and for trained tokens."""
     if "response length" in values and plan.work is not None:
         predicted, measured = values["response length"]
         generated = measured / predicted
@@ -104,8 +104,8 @@ def measured_rates(
 
 
 def scaled(known: Efficiency, gpu: str, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
-    """Return the efficiency of a GPU type that is `factor` times as fast: the keys in `shares` are multiplied by
-    `factor`, up to their largest values, and the keys in `times` are divided by `factor`."""
+    """Return the efficiency of a GPU type that is `factor` times as fast: the fields named in `shares` are multiplied
+    by `factor`, up to a maximum, and the fields named in `times` are divided by `factor`."""
     most = {key: 1.0 if key == "publish" else most_share(gpu) for key in shares}
     changed: dict[str, Any] = {key: min(most[key], getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

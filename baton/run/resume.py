@@ -49,7 +49,8 @@ class ResumePoint:
     checkpoint: Path | None
     """Checkpoint to resume from; None if the run starts with its initial model."""
     is_new: bool = True
-    """True if the run's directory must be created. False if it exists; it may then have recorded rollouts to reuse."""
+    """True if the run's directory must be created. False if the directory exists, possibly with recorded rollouts to
+    reuse."""
 
     @property
     def resume_step(self) -> int:
@@ -105,7 +106,7 @@ def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Re
 
 
 def _as_recorded(path: str | None, old: str | None) -> str | None:
-    """Return a hub name with the revision that the run recorded, if the recipe names no revision."""
+    """Return a name on the Hugging Face hub, with the revision that the run recorded if the recipe states none."""
     return old if path is not None and old is not None and old.partition("@")[0] == path else path
 
 
@@ -229,7 +230,8 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(_recorded(run), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # delete before the new recipe is written: after a kill, the next attempt finds the same changes
+            # delete rewards before writing the new recipe: if the process is killed between the two steps, the next
+            # start finds the changed keys again
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.delete_rewards()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)

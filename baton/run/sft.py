@@ -177,7 +177,7 @@ def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]
 
 def _corpus(recipe: WarmStart) -> list[str]:
     """Return the texts for training a new tokenizer: demonstrations, and questions of the generated single-turn tasks
-    in `original` form."""
+    with `form = "original"`."""
     shown = [
         "\n".join((*(m.content for m in prompt.messages), *texts))
         for prompt, texts in islice(_conversations(recipe), 2000)

@@ -1,6 +1,7 @@
-"""Tokens of a simulated trajectory. Each token is only a position and an origin, so a trajectory of any length takes
-the memory of a few numbers. The values are valid token ids, so that leases, reports, messages and journal of a
-simulated run have the same form as in a live run."""
+"""Tokens of a simulated trajectory. Each token is only a position and an origin (a number that differs between engines
+or leases that generate different tokens), so a trajectory of any length takes the memory of a few numbers. The values
+are valid token ids, so that leases, reports, messages and journal of a simulated run have the same form as in a live
+run."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from baton.types import Lease, Report, Segment, TokenColumn
 ORIGIN = 2**20
 """Difference between the values of tokens that have the same position and consecutive origins."""
 NUM_ORIGINS = 2**11 - 1
-"""The origins are 0 to `NUM_ORIGINS`. With this number, all values are below 2^31."""
+"""The largest origin, chosen so that the values of all tokens are below 2^31."""
 
 
 class CountedTokens(TokenColumn[Any]):
     """Consecutive tokens. A token's value is its position + origin · `ORIGIN`; its logprob is the negative of this
-    value. Engines with keyed noise have origin 0, so all of them generate equal tokens."""
+    value. Engines whose noise depends only on the trajectory have origin 0, so all of them generate equal tokens."""
 
     __slots__ = ()
     _buffer: range  # type: ignore[assignment]

@@ -34,8 +34,8 @@ from baton.types import FinishReason, FromWorker, Lease, Report, Retry
 WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
 CLASS_ENDS = 32
-"""A decode step sorts its rows by context length and divides them into length classes. At most this number of rows are
-tried as the last row of a class."""
+"""A decode step sorts its rows by context length and divides them into length classes. The search for the best classes
+tries at most this number of rows as the last row of a class."""
 _CLOSE = 1e-9
 """Times that differ by at most this number of seconds count as equal, because of rounding errors."""
 

@@ -42,7 +42,8 @@ class FaultSettings(Settings):
     at_s: float = Field(ge=0)
     """Virtual time of the fault."""
     worker: str = ""
-    """Name of the affected worker. Default: all for `partition` and `storm`, otherwise a random running worker."""
+    """Name of the affected worker. Default: all workers for `partition` and `storm`, otherwise a random running
+    worker."""
     for_s: float = Field(default=0.0, ge=0)
     """Duration of the fault in seconds; for `crash`, time until a replacement starts. 0: permanent."""
     factor: float = Field(default=1.0, ge=1)

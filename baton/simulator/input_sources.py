@@ -32,7 +32,8 @@ from baton.specs.workload import LengthSettings, Workload
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Number of slots of an engine if its plan was made with a table of rates, which has no batch sizes."""
+"""Number of slots of an engine whose plan was made from a table of token rates, because such a plan has no batch
+sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutS
     tree: dict[str, Any] = {"rollout": {}}
     for override in _with_section(overrides):
         set_key(tree, *key_and_value(override))
-    # the base has the defaults of the plan's mode, which do not apply to another mode
+    # these two values of `base` are defaults of the plan's mode, and do not apply to another mode
     if tree["rollout"].get("mode", base["mode"]) != base["mode"]:
         base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
     return parse_recipe(_PlanOverrides, tree | {"rollout": base | tree["rollout"]}, "--plan").rollout

@@ -21,10 +21,11 @@ class EngineSpec:
     kv_tokens: float = math.inf
     """Number of tokens that fit into the KV cache."""
     weight: float = 1.0
-    """Throughput of one slot according to the plan. Only the ratios between the weights of engines matter."""
+    """Throughput of one slot according to the plan. Only the ratios between the values of several engines matter."""
     num_gpus: int = 1
     kind: str = "embedded"
-    """Kind of engine. Without keyed noise, an engine generates different tokens under each lease of a trajectory."""
+    """Kind of engine. Engines of the kinds in `OWN_NOISE` generate different tokens under each lease of a
+    trajectory."""
     class_cost: float | None = None
     """A decode step divides its rows into length classes; each row attends over the longest context of its class
     (`cost/generate.py: scanned_tokens`). This value is the cost of one more class, as a number of positions. None: no

@@ -136,7 +136,7 @@ class Result(msgspec.Struct, frozen=True):
     """
     price: float
     price_per_million_tokens: float
-    """Price of 10⁶ trained tokens in the steady state."""
+    """Price of 10⁶ trained tokens in the steady state, in `currency`."""
     currency: str
     outcomes: dict[str, int]
     """Name of a fault, or of a reaction to a fault → how often it occurred."""
@@ -208,7 +208,7 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
 
 
 def _first_full(rules: Rules) -> int:
-    """Return the number of train steps at the start of a run before batches have the staleness of the steady state."""
+    """Return the number of train steps of a run before its batches have the staleness of the steady state."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 

@@ -40,7 +40,7 @@ from baton.types import Group, PolicyVersion, SamplingParams
 HANG_S = 24 * 3600.0
 """If no engine sends a message for this virtual time, the run fails with NoProgress."""
 SAMPLING = SeededSampling(SamplingParams(1), 0)
-"""The length of each trajectory is scripted (`Script.limited`)."""
+"""A placeholder: `Script.limited` replaces the token limit of each lease by the scripted length."""
 
 
 class EventObserver(Protocol):

@@ -47,7 +47,7 @@ class Speed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlatSpeed:
-    """An engine speed that a few constants describe."""
+    """The speed of an engine as constant times per step, trajectory and token."""
 
     base_s: float = 0.01
     """Fixed time of a decode step."""

@@ -55,10 +55,11 @@ class Training(msgspec.Struct, frozen=True):
     shard_gradients: bool = False
     """Whether the trainer reduces gradients after each microbatch (`trainer.shard_gradients`)."""
     shard_size: int = 0
-    """Ranks that share a copy of a stage (`trainer.shard_size`); 0 if all ranks of a stage share one copy."""
+    """Number of ranks that share one copy of a stage's parameters (`trainer.shard_size`); 0 if all ranks of the stage
+    share one copy."""
     is_mixed: bool = False
     """Whether `stages` are the parts of one stage with ranks on two GPU types. Each part then has all layers, and its
-    ranks train rows in proportion to `speed` (`trainer.speeds`)."""
+    ranks train trajectories in proportion to `speed` (`trainer.speeds`)."""
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
@@ -107,15 +108,15 @@ class RewardStage(msgspec.Struct, frozen=True):
     """Memory used on each GPU."""
     memory_limit_bytes: float
     params: float = 0.0
-    """Size of the model; 0 in a plan that an earlier version of Baton wrote."""
+    """Number of parameters of the model; 0 in a plan that an earlier version of Baton wrote."""
     num_layers: int = 0
     batch_tokens: int = 0
     """Maximum tokens of a batch, with padding."""
     concurrency: int = 1
     """Maximum number of trajectories that a GPU scores at the same time; 1 for a classifier."""
     latency_s: float = 0.0
-    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier, whose latency is
-    `trajectory_s`."""
+    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier, for which
+    `trajectory_s` is this time."""
     context_tokens: int = 0
     """Maximum total number of tokens of a message to a generative reward model and its reply; 0 for a classifier."""
 

@@ -50,7 +50,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 """(names of arguments, advice to a user who sets one in [engine.vllm], advice to a user who sets one in [[reward]]).
 Empty advice means that the section allows the argument."""
 _CODE_KEYS = "reasoning_parser_plugin", "kv_connector_module_path", "ec_connector_module_path", "inductor_passes"
-"""Keys with which an argument whose value is a table, such as `kv_transfer_config`, can execute code."""
+"""Keys that can execute code if they are in the table of an argument such as `kv_transfer_config`."""
 _ADVICE: dict[Program, dict[str, str]] = {
     "engine": {name: advice.format(name=name) for names, advice, _ in _ROWS for name in names.split()},
     "reward": {name: advice for names, _, advice in _ROWS for name in names.split()},

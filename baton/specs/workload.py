@@ -103,7 +103,7 @@ class Workload(msgspec.Struct, frozen=True):
     shard_gradients: bool = False
     """Whether gradients are sharded after each microbatch, so that no rank holds the gradients of all parameters."""
     shard_size: int = 0
-    """Ranks that share a copy of a stage (`trainer.shard_size`); 0: all ranks of the stage share one copy."""
+    """Number of ranks that share one copy of a stage's parameters (`trainer.shard_size`); 0: all ranks of the stage."""
     microbatch_tokens: int = 0
     """Maximum number of tokens of a microbatch. A trajectory with more tokens forms its own microbatch."""
     trainer: Trainer = "baton"

@@ -84,7 +84,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_revoked: bool = False
     is_trusted: bool = False
     """True if the run's owner controls the workers that use this token. Only such trusted workers may keep KV caches
-    across versions. Reports of trusted workers calibrate the tolerances of the checks of other workers."""
+    across versions. Reports of trusted workers calibrate the tolerances with which other workers are checked."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         if self.is_revoked:
@@ -137,8 +137,8 @@ class AccessGrant:
 
 
 class Denied(BatonError):
-    """Raised for a refused request. `reason` may be sent to the sender: it says that a token has expired or is revoked
-    only if the sender holds this token."""
+    """Raised for a refused request. `reason` may be sent to the sender: only a sender who has presented a token
+    receives the reason that this token has expired or is revoked."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -284,7 +284,8 @@ class Authenticator:
         `wanted`.
 
         Raises Denied with status 401 if the header is missing or malformed, or if its token is unknown, expired or
-        revoked. Raises Denied with status 403 if the token has another role. No header causes any other exception.
+        revoked. Raises Denied with status 403 if the token has another role. Raises nothing else, whatever the header
+        contains.
         """
         if header is None:
             raise Denied(401, "no token")
@@ -343,7 +344,8 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return metadata of a file that differ after a change (times, size, inode), or None if the file is unreadable."""
+    """Return a file's times, size and inode, which differ after a change of the file; None if the file is
+    unreadable."""
     try:
         found = path.stat()
     except OSError:

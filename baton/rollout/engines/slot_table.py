@@ -28,14 +28,17 @@ Text = Callable[[Sequence[int]], str]
 
 
 class Piece(NamedTuple):
-    """A range of the ids before the next decode step. The keys and values of a piece are computed and kept together."""
+    """A range of a trajectory's token ids whose keys and values are computed and kept together. The input id of the
+    next decode step belongs to no piece."""
 
     end: int
     """Number of ids from the start of the prompt to the end of the piece."""
     version: int | None
-    """Number of the version that computes the piece's keys and values; None for the engine's version."""
+    """Number of the version whose weights compute the piece's keys and values; None: the version that the engine
+    serves."""
     is_within_turn: bool = False
-    """Whether the piece ends with tokens of an unfinished turn. If not, a prefill computes the piece."""
+    """Whether the piece ends with tokens of an unfinished turn. A piece without such tokens is computed by a
+    prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class PrefixKey:
     """Identifies the keys and values of a piece, which also depend on the pieces before it."""
 
     digest: bytes
-    """One digest over the piece, its ids, and the previous piece's digest. Keys of long contexts can therefore be
-    compared without reading the ids again."""
+    """Digest of the piece's fields, the piece's ids and the previous piece's digest, so that keys of long contexts can
+    be compared without reading the ids again."""
     piece: Piece = field(compare=False)
     begin: int = field(compare=False)
     """Number of ids before the piece."""
@@ -106,7 +109,7 @@ class RunningLease:
         return self._max_length - self.length
 
     def prefix_keys(self, version: int, *, is_own: bool = False) -> tuple[PrefixKey, ...]:
-        """Return the keys of `pieces` for one version or, if `is_own`, for the version of each piece."""
+        """Return the keys of `pieces` under `version`; with `is_own`, a piece that has a version keeps its own."""
         if (version, is_own) not in self._keys:
             numbers = [version if piece.version is None or not is_own else piece.version for piece in self.pieces]
             named = [piece._replace(version=number) for piece, number in zip(self.pieces, numbers, strict=True)]
@@ -213,8 +216,8 @@ class SlotTable:
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version, and end all segments. Leases that do not accept this version are aborted if they are
-        running, and refused if they are waiting."""
+        """Switch to a new version, and end the current segment of every row. Leases that do not accept this version are
+        aborted if they are running, and refused if they are waiting."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -246,8 +249,8 @@ class SlotTable:
         return list(self._waiting.values())
 
     def admit(self) -> list[tuple[int, RunningLease]]:
-        """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have
-        tokens come first, then older leases. The first of these leases gets the lowest slot."""
+        """Move waiting leases into free slots, and return (slot, row) of each moved lease. Leases of trajectories that
+        have tokens come first; otherwise older leases come first. The first lease gets the lowest slot."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting or self.num_running == len(self.rows):
             return admitted
@@ -335,8 +338,8 @@ def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
     """Divide all ids except the last one into pieces, at the start of each turn. The result depends only on the
     trajectory.
 
-    The first piece is the prompt. Each further piece has the tokens of a turn and of the observation after the turn;
-    the last piece may have the tokens of an unfinished turn. A piece has the version of the first token that was
+    The first piece is the prompt. Each later piece contains the tokens of a turn and of the observation after the turn;
+    the last piece may contain the tokens of an unfinished turn. A piece has the version of the first token that was
     sampled after it, because the lease that sampled this token also computed the piece's keys and values. A piece of an
     unfinished turn has the version of its last token.
     """

@@ -24,7 +24,7 @@ ReadBase = Callable[[], Mapping[str, Tensor]]
 
 
 class Skeleton:
-    """The configuration and tokenizer of a model, whose parameters are on the meta device and take no memory."""
+    """A model's configuration and tokenizer. The model's parameters are on the meta device and take no memory."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         meta = torch.device("meta")

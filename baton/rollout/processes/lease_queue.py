@@ -84,5 +84,5 @@ class LeaseQueue:
         return engine, lease
 
     def ended(self, engine: int, reports: Sequence[FromWorker]) -> None:
-        """Free the slots of the leases that these reports of an engine end."""
+        """Free the slots of the leases that end with these reports of an engine."""
         self.leases[engine].difference_update(report.lease_id for report in reports if ends_lease(report))

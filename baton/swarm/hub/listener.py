@@ -30,8 +30,8 @@ from baton.swarm.listen import ListenAddress
 KEEP_ALIVE_S = 30.0
 """Seconds until an idle connection with a valid token is closed; other connections close after each response."""
 ACCEPTED_AT_ONCE = 4
-"""Maximum number of connections accepted before other tasks run. The number is small, so that accepted connections can
-present a token before later connections displace them."""
+"""Maximum number of connections accepted before other tasks run. A small number gives an accepted connection time to
+present a token before newer connections cause its removal."""
 FAILED_ACCEPT_PAUSE_S = 0.1
 TLS_GOODBYE_S = 2.0
 SWEEP_S = 1.0
@@ -104,7 +104,7 @@ class HubListener:
             for _ in range(ACCEPTED_AT_ONCE):
                 try:
                     accepted, address = await loop.sock_accept(listening)
-                # the caller has disconnected, or no file descriptor is left in spite of the reserve
+                # OSError: the caller has disconnected, or no file descriptor is left in spite of the reserve
                 except OSError as error:
                     if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
                         self._turn_away(oldest)

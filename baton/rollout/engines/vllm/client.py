@@ -91,7 +91,8 @@ class VllmClient(EngineClient):
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
     def set_label(self, label: str) -> None:
-        """Set the label of the whole model that the workers have loaded. Later requests use no adapter."""
+        """Set the label (vLLM's weight version) of the whole model that the workers have loaded. Later requests use no
+        adapter."""
         self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
         self._adapter = None
 

@@ -29,7 +29,7 @@ def arguments_of(direct: DirectTransfer | None) -> dict[str, Any]:
     if direct is None:
         return {"worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader"}
     if direct.backend == "ipc":
-        # needed to send memory handles to the child processes
+        # vLLM needs this variable to send memory handles to its child processes
         os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     worker = "sparse.SparseWorker" if direct.is_sparse else "transfer.DirectWorker"
     return {
@@ -65,7 +65,8 @@ class DirectVersions:
         self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
         """Converts a published version to tensors under the names of the model's files. Set by the engines."""
         self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
-        """The last offered version, and the offer's name in transfers, unique even if a version is sent twice."""
+        """The last offered version, and the name of this offer in transfers; the name is unique even if a version is
+        offered twice."""
 
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
         """Begin to send a version. Return the version's tensors under the names of the model's files. Raises
@@ -98,9 +99,10 @@ class DirectLoad:
         self._versions.sender.join(self._replica, self.link)
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
-        the caller must then leave the engine paused. If replicas share `direct.versions`, the caller must first offer
-        the version to `direct.versions`. Raises WeightsFault if a newer version has been offered meanwhile."""
+        """Load a whole version, whose tensors are named as in a model file, into the paused engine. Raises BatonError
+        if the load fails; the caller must then leave the engine paused. If replicas share `direct.versions`, the caller
+        must first offer the version to `direct.versions`. Raises WeightsFault if a newer version has been offered
+        meanwhile."""
         sender = self._versions.sender
         if not self._is_shared:
             self._versions.offer(tensors, version)

@@ -9,11 +9,12 @@ keys and values. The salt of the prefix cache changes with the weights, so no pr
 so the load can use that memory.
 
 **Routing.** vLLM returns the experts of a mixture of experts only with the last message of a request. With
-`report_routing`, the engine therefore keeps the tokens of a request until it ends, and accepts only leases of one
-version (`sync`). The tokens of an aborted request are discarded.
+`report_routing`, the engine therefore keeps the tokens of a request until the request ends, and accepts only leases of
+one version (mode `sync`). The tokens of an aborted request are discarded.
 
-**Noise.** The seed of a request depends on (run seed, group, sample, start position). A request that runs alone draws
-the same tokens each time. Unlike Baton's draws, vLLM's draws differ on other machines and after a resume.
+**Noise.** The seed of a request depends on (run seed, group, sample, start position). A request that is never batched
+with others draws the same tokens each time. The noise of the embedded engine is the same on every machine and after a
+resume; the noise of vLLM is not.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 Built = TypeVar("Built")
 
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Values from vLLM's default upwards that vLLM allows for `max_lora_rank`."""
+"""The values that vLLM allows for `max_lora_rank`, beginning with vLLM's default."""
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
@@ -70,7 +71,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """Loads versions directly from the memory of the trainer's process. None if vLLM reads versions from files in
     `/dev/shm`."""
     _freed: tuple[str, ...] = ()
-    """Parts of vLLM's device memory that are freed, by the names that vLLM gives them."""
+    """vLLM's names for the parts of device memory that are currently freed."""
     _incoming = PolicyVersion("", -1)
     """The version that is being loaded."""
     _sent_bytes = 0
@@ -141,20 +142,20 @@ class VllmEngine(ExternalEngine[VllmClient]):
         left = self._table.num_running + len(self._table.waiting())
         assert not left, f"the engine cannot sleep with {left} leases"
         if "weights" not in self._freed:
-            # keep the base weights for vLLM's own LoRA; without it, the next load replaces all weights
+            # keep the base weights for vLLM's own LoRA; without LoRA, the next load replaces all weights
             self._client.sleep(1 if self._settings.vllm.lora_rank else 2)
             self._freed = ("weights", "kv_cache")
 
     def wake_up(self) -> None:
-        """Allocate the memory of the weights again. `load_weights` must follow, which allocates the KV cache. May be
-        called twice."""
+        """Allocate the memory of the weights again. The caller must then call `load_weights`, which allocates the KV
+        cache. May be called twice."""
         if "weights" in self._freed:
             self._client.wake_up("weights")
             self._freed = ("kv_cache",)
 
     @property
     def held_bytes(self) -> int:
-        """Device memory in bytes, on the GPU where vLLM uses most; 0 on a CPU."""
+        """Device memory that vLLM uses, in bytes, on the GPU with the largest value; 0 on a CPU."""
         timeout_s = self._settings.vllm.answer_timeout_s
         return max(map(int, self._client.call_workers("held_bytes", None, timeout_s)))
 
@@ -172,7 +173,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return {} if self.direct is None else {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
 
     def use_direct(self, direct: DirectTransfer, timeout_s: float) -> None:
-        """Load all further versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
+        """Load all later versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
         self.direct = DirectLoad(self._client, direct, world_size, timeout_s=timeout_s)
@@ -251,7 +252,7 @@ def vllm_of_model(
 def vllm_workers_of_model(
     path: str, settings: EngineSettings, *, device: str, attention: str, head_dtype: str, direct: DirectTransfer
 ) -> VllmWorkers:
-    """On a machine after the first, start the workers of an engine that spans several machines. The parameters are
+    """Start the workers of an engine that spans several machines, on a machine other than the first. The parameters are
     those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`. Waits until
     the other machines have started. Raises the errors of `vllm_of_model`."""
 
@@ -390,14 +391,14 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         **({"return_sampling_mask": True} if own.return_sampling_mask else {}),
         **({"enable_return_routed_experts": True} if settings.report_routing else {}),
         "disable_log_stats": True,
-        # without the override, vLLM reads the same key of the model's configuration
+        # if `head_dtype` is not overridden, vLLM reads this key from the model's configuration
         "hf_overrides": {} if head_dtype == "auto" else {"head_dtype": head_dtype},
     }
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a CPU, vLLM has no sleep mode, and the argument is the size of the KV
-    cache in bytes: all slots at full length, plus a quarter."""
+    """Return vLLM's arguments for memory. On a GPU, the argument enables or disables sleep mode, which vLLM lacks on a
+    CPU. On a CPU, the argument is the size of the KV cache in bytes: all slots at full length, plus a quarter."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -1,4 +1,4 @@
-"""`VllmWorkers`: the workers of a vLLM engine that spans several machines, on a machine after the first.
+"""`VllmWorkers`: the workers on one machine, other than the first, of a vLLM engine that spans several machines.
 
     first machine                                    each further machine
     VllmEngine ─▶ core of vLLM ─┬─▶ workers          VllmWorkers ─▶ workers

@@ -6,8 +6,8 @@
     trainer ═════════════════════ tensors over gloo or NCCL ════════════════════════════▶ vLLM's workers
 
 Messages are msgpack. A subclass of `RemoteReplica` starts the process and sends the messages. If the replica spans
-several machines, each machine after the first also runs such a process, with `VllmWorkers` instead of an engine
-(`further.py`).
+several machines, each machine runs such a process; on all machines except the first, the process has `VllmWorkers`
+(`further.py`) instead of an engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.weights.direct.remote import RemoteTensors
 from baton.weights.direct.settings import DirectTransfer
 
 _STEP_S = 0.05
-"""Maximum seconds that a replica generates before it answers a `Step` without reports."""
+"""Seconds after which a replica answers a `Step` even if it has no reports."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="Step"):
@@ -43,16 +43,16 @@ class Step(msgspec.Struct, frozen=True, tag="Step"):
 
 
 class LoadVersion(msgspec.Struct, frozen=True, tag="Load"):
-    """Without a label: request to pause for the load of a version; the answer has the label of the new weights. With
-    that label: request to resume generation with the version, after vLLM's workers have loaded it."""
+    """Without a label, a request to pause generation for the load of a version; the answer has the label of the new
+    weights. With this label, a request to resume generation with the version, after vLLM's workers have loaded it."""
 
     version: PolicyVersion
     label: str = ""
 
 
 class CallWorkers(msgspec.Struct, frozen=True, tag="CallWorkers"):
-    """Request to call a method of all vLLM workers, or, without a method, to check that vLLM's core runs. On machines
-    of a replica after the first, only the check is possible."""
+    """Request to call a method of all vLLM workers, or, without a method, to check that vLLM's core runs. On all
+    machines of a replica except the first, only the check is possible."""
 
     method: str = ""
     info: Any = None
@@ -80,7 +80,7 @@ class ReplicaServer:
 
     _engine: VllmEngine
     _workers: VllmWorkers | None = None
-    """Replaces the engine on machines of a replica after the first."""
+    """Replaces the engine on all machines of a replica except the first."""
 
     def free_port(self, host: str) -> int:
         """Return a free port at an address of this machine, for connections between the processes of a replica."""
@@ -89,7 +89,8 @@ class ReplicaServer:
             return port
 
     def handle(self, message: bytes, port: int = 0) -> bytes:
-        """port: with `Start`, for a replica on several machines: the port on the first machine (`free_port`)."""
+        """port: in a `Start` of a replica that spans several machines, the port on the first machine (`free_port`);
+        otherwise 0."""
         try:
             decoded = _decode(message)
             if port and isinstance(decoded, Start):
@@ -125,7 +126,8 @@ class ReplicaServer:
         return engine
 
     def build_workers(self, start: Start) -> VllmWorkers:
-        """Start the workers on a machine after the first. Raises the errors of `vllm_workers_of_model`."""
+        """Start the workers on a machine other than the replica's first. Raises the errors of
+        `vllm_workers_of_model`."""
         return vllm_workers_of_model(start.model_path, start.engine_settings(), **_options(start))
 
     def _step(self, message: Step) -> Progress:
@@ -171,7 +173,7 @@ class RemoteReplica(ABC):
         DeadlineExceeded after `timeout_s`."""
 
     def join(self, direct: DirectTransfer) -> None:
-        """Begin to receive versions. Call after the process has answered `Start`."""
+        """Begin to receive versions. Call this method after the process has answered `Start`."""
         self.direct = DirectLoad(self, direct, self._world_size, timeout_s=self._timeout_s)
 
     def submit(self, lease: Lease) -> None:

@@ -1,8 +1,8 @@
 """Detects that a signal has stopped a process of vLLM.
 
-A missing answer is no evidence, because the process may only be slow. The state `T` in Linux's /proc is evidence: a
-process in this state runs no instruction until it receives SIGCONT. Slow and hanging processes never have this state,
-nor does a process under a debugger, whose state is `t`.
+A process that does not answer may only be slow. The state `T` in Linux's /proc is reliable: a process in this state
+runs no instruction until it receives SIGCONT. Slow and hanging processes never have this state, nor does a process
+under a debugger, whose state is `t`.
 """
 
 from __future__ import annotations

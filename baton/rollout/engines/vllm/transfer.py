@@ -39,7 +39,7 @@ class DirectWorker(WeightsLoader):
     """Method of vLLM's worker."""
 
     def abort_transfer(self) -> None:
-        """End an unfinished transfer by requesting an update that fails."""
+        """End an unfinished transfer: request an update with the key `ABORT`, which makes the update fail."""
         with suppress(RuntimeError, WeightsFault):
             self.update_weights({ABORT: True})
 
