@@ -31,8 +31,8 @@ Shapes = tuple[tuple[int, ...], ...]
 one tuple (length of the prompt, length of the first response, length of the second response, …)."""
 
 SIMILAR = 0.5
-"""Responses to a shared prompt are divided into pieces, and each response is padded to the longest of its piece. No
-response is shorter than this fraction of the longest response in its piece."""
+"""Attention pads consecutive responses to a shared prompt to one length and computes them together, as long as the
+shortest response has at least this fraction of the longest response's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PackedTokens:
     input_ids: torch.Tensor
     """[T] int64"""
     positions: torch.Tensor
-    """[T] int64 positions, starting at 0 in each row, and at the prompt's length in a response to a shared prompt."""
+    """[T] int64 positions. They start at 0 in each row, but at the prompt's length in a response to a shared prompt."""
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
@@ -117,8 +117,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
     """Return the hidden states [T, H] of concatenated rows."""
     assert sum(map(sum, tokens.shapes)) == len(tokens.input_ids)
     separates = model.config._attn_implementation == PACKED
-    # `_attend` ignores this mask. transformers forwards a mask of four dimensions unchanged; without it, transformers
-    # would synchronise with the device to find out that no mask is needed.
+    # `_attend` does not use its mask. This mask has four dimensions, because transformers forwards such a mask
+    # unchanged. Without a mask, transformers would synchronise with the device to find out that no mask is needed.
     mask = {"attention_mask": tokens.input_ids[None, None, None]} if separates else {}
     with _in_pass(tokens if separates else None):
         hidden: torch.Tensor = model.base_model(
@@ -197,8 +197,8 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Divide the responses to a shared prompt into consecutive pieces of similar lengths (`SIMILAR`). `lengths`: length
-    of each response."""
+    """Divide the responses to a shared prompt into ranges of consecutive responses with similar lengths (`SIMILAR`).
+    `lengths`: length of each response."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]
@@ -254,8 +254,8 @@ def _by_kernel(
 
 @cache
 def _kernel(device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype) -> Any:
-    """Return torch's variable-length attention, or None if this version of torch or this device does not support the
-    attention's forward and backward pass. `heads`: number of query heads, number of key heads, size of a head."""
+    """Return torch's variable-length attention, or None if this version of torch or this device does not support its
+    forward and backward pass. `heads`: number of query heads, number of key heads, size of a head."""
     ends = torch.tensor([0, 8], dtype=torch.int32, device=device)
     try:
         from torch.nn.attention.varlen import varlen_attn

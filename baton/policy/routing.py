@@ -94,7 +94,7 @@ class RoutingReplay:
     def from_engine(
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
-        """Convert the experts that an engine reported to a `Routing`, with a tensor [`num_places`, k] for each router.
+        """Convert an engine's reported experts into a `Routing` that has a tensor [`num_places`, k] for each router.
         `routing`: the reported bytes for each of `places`, which are indices into the tokens of the pass. Positions
         outside `places` and positions with empty bytes get −1. Raises EngineFault for bytes that do not match this
         model's routers."""

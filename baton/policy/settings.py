@@ -53,7 +53,7 @@ class ScratchSettings(Settings):
     """[scratch] Shape of a randomly initialised model."""
 
     vocab_size: int = Field(default=512, ge=265)
-    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 9 special tokens (which include the tags), and the
+    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 5 special tokens, 4 tags such as `<answer>`, and the
     merges. Each digit and symbol is one token. With the minimum 265, there are no merges."""
     hidden_size: int = 128
     """Width of the residual stream."""

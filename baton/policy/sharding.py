@@ -131,7 +131,7 @@ Box = tuple[slice, ...]
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Return the box of a sharded tensor that this rank holds. For a plain tensor, the box is the whole tensor."""
+    """Return the box of this rank's shard of a tensor. For a plain tensor, the box is the whole tensor."""
     box = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(box)

@@ -33,7 +33,7 @@ class StageModel:
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
-        """Output of the previous stage. In a test run of this stage alone, the value is None."""
+        """Output of the previous stage; None in a test run of this stage alone."""
         self.specs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         """Tensors of the whole model, on the meta device."""
         prefix = f"{model.base_model_prefix}."
@@ -102,7 +102,7 @@ class _Elsewhere(torch.nn.Module):
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
-        # Base models read attributes of their blocks, such as the kind of attention.
+        # Base models read attributes of their blocks, such as the kind of attention, so these are copied.
         vars(self).update({key: value for key, value in vars(part).items() if not key.startswith("_")})
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,7 +132,7 @@ class _Embedding(_Elsewhere):
         self._width, self._dtype = part.embedding_dim, part.weight.dtype
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the previous stage's output. In a test run of this stage alone, return placeholders."""
+        """Return the previous stage's output, or placeholders in a test run of this stage alone."""
         if self._stage.arrived is not None:
             return self._stage.arrived.view(*hidden_states.shape, -1)
         return torch.nn.functional.one_hot(hidden_states % self._width, self._width).to(self._dtype)

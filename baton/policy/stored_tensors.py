@@ -53,7 +53,7 @@ SAFETENSORS_NAMES = {
 """dtype → its name in safetensors files."""
 _DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in SAFETENSORS_NAMES.items()}
 _OFFSETS = "DCP_SHARDING_INFO"
-"""Key of a file's metadata with the offset of each shard in its tensor, as torch.distributed.checkpoint writes it."""
+"""Metadata key of a file for the offset of each shard in its tensor, in the format of torch.distributed.checkpoint."""
 
 Spec = tuple[torch.dtype, Sequence[int]]
 """Dtype and shape of a tensor."""
@@ -192,16 +192,15 @@ def _moved(side: slice, start: int) -> slice:
 
 
 class _KeepViews(TorchFunctionMode):
-    """Makes `contiguous` return the tensor itself without a copy, so that a result remains a view of its source."""
+    """Makes `contiguous` return the tensor itself without a copy, so that parts of a tensor remain views of it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
-    """Return, for each tensor of the model, the tensors of the model's files that are its pieces. Return None if a
-    tensor of the files is not a plain part of one tensor of the model, for example because it combines several
-    tensors."""
+    """Return the pieces of each tensor of the model, which are tensors of the model's files. Return None if a tensor of
+    the files is not a plain part of one tensor of the model, for example because it combines several tensors."""
     found = {}
     for name, tensor in policy_tensors(model).items():
         source = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -386,8 +385,8 @@ def write_gathered(
     gather: Gather,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Identity]:
-    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`. Return the tensors' identities,
-    none if `put` is None. Collective: all ranks must pass the same names in the same order."""
+    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`. Return the `identity` of each
+    tensor, or an empty list if `put` is None. Collective: all ranks must pass the same names in the same order."""
     identities = []
     for name, tensor in tensors.items():
         full = gather(name, tensor if dtypes is None else tensor.to(dtypes[name]))
@@ -418,5 +417,6 @@ def _is_ours(tensor: torch.Tensor, rank: int, first: int) -> bool:
         return rank == first
     mesh = tensor.device_mesh
     places = zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
-    # Some layers are computed completely by each tensor-parallel rank; their equal shards are on separate meshes.
+    # If each tensor-parallel rank computes a layer completely, equal shards of the layer are on several meshes. Only
+    # the mesh with rank `first` writes its shards.
     return first in mesh.mesh.flatten().tolist() and all(index == 0 for place, index in places if place.is_replicate())

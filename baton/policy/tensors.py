@@ -29,8 +29,8 @@ def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that engines load: the adapter's tensors, including its scale, if the model has an adapter,
-    otherwise all tensors of the model."""
+    """Return the tensors that engines load. If the model has an adapter, these are the adapter's tensors, including its
+    scale; otherwise all tensors of the model."""
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
@@ -65,7 +65,7 @@ def check_fit(
     """Raise EngineFault if `tensors` lack a parameter of the model, or have an unknown name or a different shape.
 
     `own`: the model's `state_dict(keep_vars=True)`. A tied parameter may occur under any of its names. `which`: start
-    of the error message, before "not fit the" and the model's class.
+    of the error message, which continues with "not fit the" and the model's class.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}

@@ -19,8 +19,8 @@ def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
     has_cuda = torch.cuda.is_available()
     set_deterministic(deterministic is True or (deterministic is None and not has_cuda))
     if has_cuda:
-        # TF32 has 10 bits of mantissa instead of 23, and is eight times as fast. keep_positions_exact disables TF32 for
-        # positions.
+        # TF32 is eight times as fast as float32, and has 10 bits of mantissa instead of 23. keep_positions_exact
+        # disables TF32 for positions.
         torch.backends.cuda.matmul.allow_tf32 = True
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
 
@@ -35,8 +35,8 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable torch's deterministic algorithms on CUDA within the context, for indexed writes to distinct indices. Such
-    writes are deterministic in any case, and take one kernel launch instead of about fifteen."""
+    """Disable torch's deterministic algorithms on CUDA within the context, which must contain only indexed writes to
+    distinct indices. These are deterministic anyway, and take one kernel launch instead of about fifteen."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -5,12 +5,13 @@ Only the rollout side is measured: the trainer takes no time, and each version l
 `sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. The control therefore
 has the concurrency of `partial`, but generates no groups beyond the batch.
 
-The bound is the time that an engine alone needs for the same tokens: its queue is never empty, so all slots are always
-in use; it prefills each prompt once and never loads weights; and everything outside the engine takes no time. The
-engine alone and the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
+The bound of every mode is the time that an engine alone needs for the same tokens. The queue of this engine is never
+empty, so all slots are always in use. The engine prefills each prompt once and never loads weights, and everything
+outside the engine takes no time. The engine alone and the modes run alternately, one batch each, so that a change of
+the machine's speed affects all of them.
 
-The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. The
-bound of decode steps is the sum of one prefill per prompt and a time for each token. The time for a token at a position
+The bound of decode steps is stricter: it omits the time in which the engine admits and reports responses. This bound is
+the sum of the time of one prefill per prompt and a decode time for each token. The decode time of a token at a position
 is the time of a full decode step (all slots in use) whose rows have this mean position, divided by the number of slots.
 Full decode steps are measured at three mean positions, and a line is fitted to their times. The mean time of a mode's
 own full steps would not be a bound: while all slots of `sync` are in use, its responses are still short, so attention
@@ -54,7 +55,8 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Number of unmeasured steps of each mode at the start. After these steps, the number of carried groups is steady."""
+"""Number of unmeasured steps of each mode at the start. After these steps, the number of open groups carried over from
+one batch to the next is steady."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
@@ -74,9 +76,9 @@ class ScriptedLengths:
     mean: float
     longest: int
     between: float
-    """Standard deviation of the logarithm of the length between groups (`between` in the formula)."""
+    """`between` in the formula: standard deviation of the part of log(length) that a group's members share."""
     within: float
-    """Standard deviation of the logarithm of the length between the trajectories of one group."""
+    """`within` in the formula: standard deviation of log(length) among the trajectories of one group."""
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:
@@ -113,7 +115,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     steps: int
     tokens: int
     """Number of generated response tokens: the tokens of the delivered batches, plus the increase of the number of
-    tokens in open groups. The increase is zero in the long run, but not over a few batches of long responses."""
+    tokens in open groups. Over many batches, the increase is negligible."""
     delivered_tokens: int
     seconds: float
     """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
@@ -131,15 +133,16 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
     reprefilled_frac: float
-    """Number of prefilled tokens of aborted responses and their prompts, divided by the number of generated tokens. One
-    prompt per delivered group does not count."""
+    """Number of tokens that were prefilled again (aborted responses with their prompts), divided by the number of
+    generated tokens. One prefill of each delivered group's prompt does not count."""
     shares: dict[str, float]
     """Shares of the time: decode, prefill (additional time of steps with a prefill), loads, and controller (the
     rest)."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Tokens per second of each batch, without batches that were already complete when they were requested."""
+    """Tokens per second of each batch. Omits batches during which the clock did not advance, because they were complete
+    when they were requested."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -160,7 +163,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """Upper bound on the speed of all modes, relative to `sync`."""
+    """Upper bound on the tokens per second of any mode, divided by those of `sync`."""
     modes: tuple[ModeResult, ...]
 
 
@@ -249,7 +252,7 @@ class ModeBench:
         self._version = -1
         self.seconds, self.steps = 0.0, 0
         self.delivered, self.opened = Work(), Work()
-        """Tokens of the delivered batches, and the increase of the tokens in open groups."""
+        """`delivered`: tokens of the delivered batches. `opened`: increase of the number of tokens in open groups."""
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
         self.staleness: list[int] = []
@@ -376,9 +379,9 @@ def measure(
 ) -> BenchResult:
     """Run the modes alternately until each mode has delivered `steps` batches; return the results.
 
-    alone: an engine for the bound, which runs before each round of batches. full_steps: returns (mean position,
-    seconds) of measured full decode steps, for the bound of decode steps. Without `alone` and `full_steps`, both bounds
-    use the mean time of the modes' full steps for every position.
+    alone: the engine that measures the bound; it runs before each round of batches. full_steps: measures full decode
+    steps for the bound of decode steps, and returns (mean position, seconds) of each. Without `alone` and `full_steps`,
+    both bounds use the mean time of the modes' full steps for every position.
     """
     points: list[tuple[int, float]] = []
     gc.collect()

@@ -50,8 +50,8 @@ LONGEST_S = 3600.0
 ROUNDS = 8
 """Number of simulations that fit the speed of the engines."""
 DAMPING = 0.6
-"""Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a time, which slows
-each trajectory further. Full corrections would therefore overshoot and oscillate."""
+"""Power to which each correction factor of `engine_beside` is raised. The full factor would overshoot, because slower
+engines also run more trajectories at a time, which slows each trajectory further."""
 IDLE = 0.02
 """A train step counts as a step without generation if trajectories run in at most this share of the step's time."""
 MOST_SLOWDOWN = 10.0
@@ -95,7 +95,7 @@ def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
 
 
 def _run(recipe: Recipe, directory: Path) -> Path:
-    """Run the recipe in a separate process, which has the memory of a normal run. Return the run's directory."""
+    """Run the recipe in a separate process, so it uses memory like a normal run. Return the run's directory."""
     own = recipe.run.model_copy(update={"directory": str(directory)})
     recipe, file = recipe.model_copy(update={"run": own}), directory / "recipe.toml"
     file.write_text(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), encoding="utf-8")
@@ -140,8 +140,9 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[float, float]:
-    """Return two factors for mode `async`: the training time of the steps without generation, divided by the predicted
-    time (1 without such steps); and the factor by which training is slower while trajectories run."""
+    """Return two factors for mode `async`. The first is the training time of the steps without generation, divided by
+    the predicted time; it is 1 without such steps. The second is the factor by which training is slower while
+    trajectories run."""
     opened, beside = RunDirectory.open(run), list[tuple[float, float, float]]()
     alone_s = predicted_s = 0.0
     for row in steady_rows(rows):
@@ -188,7 +189,7 @@ def fit_run(
     if recipe.rollout.mode == "async":
         given = setting(known)
         slower, beside = _train_factors(run, rows, given.train)
-        # the slowdowns in `given` include the effect of fewer cores
+        # `given.train_slowdown` is `known.train_beside` times the slowdown from fewer cores
         update = {"train_beside": known.train_beside * beside / given.train_slowdown}
         known = scaled(known, gpu, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
         steps = [row for row in rows if "perf/step_time" in row]

@@ -144,7 +144,7 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's resolved recipe, which an earlier version of Baton may have written, with current keys."""
+    """Return the resolved recipe of a run, which may be old, with the current names of its keys."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

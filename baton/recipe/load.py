@@ -25,9 +25,9 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping
     """Read a recipe of the given kind, and apply overrides: texts such as `a.b=c`, or keys with values. Raises
     UserError with a line per mistake.
 
-    If `path` does not exist, it may be the name of a shipped recipe; the same applies to `model.path`. A relative path
-    in the file is relative to the file's directory if it exists there, otherwise to the current directory. If
-    `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
+    If `path` does not exist, it may be the name of a shipped recipe. Likewise, `model.path` may name a shipped model. A
+    relative path in the file is relative to the file's directory if it exists there, otherwise to the current
+    directory. If `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
     """
     tree = read_tree(path)
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(key_and_value, overrides)

@@ -180,7 +180,7 @@ class Recipe(Settings):
         return next((task.name for task in self.task if task.environment is not None), None)
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """Return the run's values on those axes of `support.toml` that the recipe determines."""
+        """Return the run's values on each axis of `support.toml` that the recipe determines."""
         trainer, swarm = self.trainer, self.swarm
         shapes = {
             "tensor_parallel": trainer.tensor_parallel > 1,
@@ -224,15 +224,15 @@ class Recipe(Settings):
         return self.rules().max_staleness // self.swarm.publish_every + 2
 
     def checks_reports(self, *, others_join: bool) -> bool:
-        """Return whether the hub scores reported tokens again. With `on_new_version` "keep", the hub scores no tokens
-        again, because it cannot reproduce a KV cache from older weights. others_join: whether workers that the run did
-        not start may join."""
+        """Return whether the hub verifies reported tokens by recomputing their logprobs. With `on_new_version` "keep",
+        verification is impossible, because the hub cannot reproduce a KV cache from older weights. others_join: whether
+        workers that the run did not start may join."""
         inspection = self.inspection
         is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
         return is_on and (inspection.own or others_join) and self.rules().on_new_version != "keep"
 
     def rules(self) -> Rules:
-        """Return the scheduler's rules, including the rules that depend on the workers."""
+        """Return the scheduler's rules: those of [rollout], and those that depend on the kind of workers."""
         rules, swarm, engine = self.rollout.rules(), self.swarm, self.engine
         if not swarm.is_on:
             is_in_process = engine.kind == "embedded" and not engine.processes

@@ -1,4 +1,4 @@
-"""The sections [run], [fleet], [eval] and [checkpoint]. The owners of all other sections declare them."""
+"""The sections [run], [fleet], [eval] and [checkpoint]. Every other section is declared in the package that uses it."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether each non-default value of this axis needs a test with each non-default value of every other axis with
-    `crossed`."""
+    """Whether pairs of values need tests: each non-default value of this axis together with each non-default value of
+    every other axis that has `crossed`."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.test or self.experimental or self.refused
 
     def describes(self, axis: str, value: str) -> bool:
-        """Return True if `when` has this value on this axis."""
+        """Return True if `value` is one of the values that `when` lists for `axis`."""
         return value in self.when.get(axis, ())
 
     def matched(self, run: Run) -> dict[str, str] | None:
@@ -100,6 +100,6 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def is_single(entry: SupportEntry, axis: str) -> bool:
-    """Return True if the entry names this axis, and either names no other axis or has only default values."""
+    """Return True if `entry.when` has `axis`, and either no other axis or only default values."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())

@@ -1,12 +1,12 @@
-"""The journal of rollouts that no checkpoint contains yet. The journal records when groups are opened, the tokens, ends
-and rewards of their trajectories, and the train step that consumed each group.
+"""The journal of rollouts that no checkpoint contains yet. The journal records each opened group, the tokens, ends and
+rewards of its trajectories, and the train step that consumed the group.
 
 The journal is an SQLite database in WAL mode in the run's directory. `commit` writes changes to the operating system,
 so they survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop calls
 `settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
 rollouts since the last batch, which are then generated again.
 
-The journal deletes a group when a checkpoint exists whose training included the group. A group is open if no recorded
+The journal deletes a group as soon as a checkpoint includes the training on this group. A group is open if no recorded
 batch contains it. Every entry has a digest, which is verified when the journal is opened.
 """
 
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS entries (
 
 
 class EntryKey(NamedTuple):
-    """Key of an entry. For kinds that do not belong to a group, `number` is a step or 0."""
+    """Key of an entry. `number` is the id of the entry's group; without a group, it is a step or 0."""
 
     kind: str
     number: int = 0
@@ -100,13 +100,13 @@ _TYPES: dict[str, Any] = {
     "place": StreamCursor,
     "last_step": int,  # last step whose batch was recorded
 }
-"""Type of the content of an entry by its kind."""
+"""Kind of an entry → type of its content."""
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain)
 _GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_step")]
 _OF_AN_EPISODE = ("episode", "path", "turn")
 """Kinds of entries that belong to an open multi-turn episode."""
 _ORDER = {"segments": 1, "finished": 2}
-"""Kinds of entries that are read last within a group, in ascending order of their number."""
+"""Kind → rank in the order in which a group's entries are read. All other kinds are read first."""
 
 
 class Journal:
@@ -190,8 +190,9 @@ class Journal:
             self._put(EntryKey("turn", trajectory.group_id, trajectory.sample_index), trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Record the last exchange of an open episode. If the exchange's observation started a new path, record the
-        previous path and the trajectory of the new path. Otherwise `grew` records the observation's tokens."""
+        """Record the last exchange (action and observation) of an open episode. If the exchange's observation started a
+        new path, record the previous path and the trajectory of the new path. Otherwise `grew` records the
+        observation's tokens."""
         if not self._keeps_partials:
             return
         key = (trajectory.group_id, trajectory.sample_index)
@@ -232,7 +233,7 @@ class Journal:
         self._put(EntryKey("discarded", group_id), cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step's batch, then settle. Call before writing the batch to the run's directory."""
+        """Record and settle the metrics of a step's batch, before the batch is written to the run's directory."""
         self._put(EntryKey("batch", step), metrics)
         self.settle()
 
@@ -244,8 +245,9 @@ class Journal:
         self.commit()
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
-        """Delete the groups of all batches up to `step`, because a checkpoint was trained on them. `oldest_step`: step
-        of the oldest checkpoint from which the run may resume. The metrics of batches after `oldest_step` are kept."""
+        """Delete the groups of all batches up to `step`, because a checkpoint includes the training on these groups.
+        `oldest_step`: step of the oldest checkpoint from which the run may resume. The metrics of batches after
+        `oldest_step` are kept."""
         for group_id in self._gone(step):
             self._remove(_GROUP_KINDS, group_id)
         for key, _ in self._find(("batch",)):
@@ -301,7 +303,8 @@ class Journal:
         return [self._open_group(issued) for key, issued in self._find(("group",)) if key.number not in gone]
 
     def groups_of(self, step: int) -> list[int]:
-        """Return the ids of the groups in a step's batch, or an empty list if a checkpoint was trained on the batch."""
+        """Return the ids of the groups in a step's batch, or an empty list if a checkpoint includes the training on the
+        batch."""
         return [key.number for key, at in self._find(("consumed",)) if at == step]
 
     def _gone(self, step: float) -> set[int]:

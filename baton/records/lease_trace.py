@@ -34,7 +34,7 @@ class _Slots:
     count: int
     num_used: int = 0
     freed: list[int] = field(default_factory=list)
-    """Heap of the lanes that were occupied before and are free now."""
+    """Heap of the lanes that were occupied and are free again."""
     waiting: dict[int, _Held] = field(default_factory=dict)
     """Leases that wait for a slot, by lease id, oldest first."""
 

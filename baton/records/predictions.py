@@ -21,7 +21,7 @@ TOLERANCE = 0.15
 """A prediction counts as wrong (`Comparison.is_off`) if measured value / predicted value differs from 1 by more than
 this number. For terms whose unit is `share`, the difference of the two values must not exceed this number."""
 WARM_SHARE = 0.2
-"""Share of the train steps that measured means exclude, from the start of the run."""
+"""Share of the train steps, from the start of the run, that the means of measured values exclude."""
 
 Row = Mapping[str, float]
 

@@ -31,7 +31,7 @@ from baton.types import Group, plain
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
 """Kind of recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled and the
-greedy responses of the evaluation after the step. `skipped`: the step's batch that `skip_groups` removed last."""
+greedy responses of the evaluation after the step. `skipped`: the step's last batch that `skip_groups` removed."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
@@ -273,7 +273,7 @@ def _environment(threads: int) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """Return `value` without the keys of its tables whose value is None, because TOML has no null."""
+    """Return `value` without keys whose value is None, at any depth, because TOML has no null."""
     if isinstance(value, dict):
         return {key: without_none(v) for key, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -28,7 +28,7 @@ from baton.clock import Clock
 from baton.files import append, writing
 
 ASIDE = -1
-"""Lane for work of an actor that needs no slot, such as weight transfer."""
+"""Lane for an actor's work that occupies no slot, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
 """Names of marks, which are spans without duration. `BEGIN`: a process starts. `GAP`: spans are missing."""
 
@@ -43,9 +43,10 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Start of the span in Unix time; in a simulation, in seconds since the simulation's start."""
     end_s: float
     facts: dict[str, Any] = {}
-    """Further values by name. Spans `generate` have `group`, `sample`, `tokens`, `version` (policy version of the last
-    token) and `ended` (`finish`, `abort`, `refused`, `dropped` or `lost`). If the tokens have several policy versions,
-    the span also has `versions` (policy version → number of tokens). Spans of the trainer have the key `step`."""
+    """Further values by name. Spans with the name `generate` have the keys `group`, `sample`, `tokens`, `version`
+    (policy version of the last token) and `ended` (`finish`, `abort`, `refused`, `dropped` or `lost`). If the tokens
+    have several policy versions, the span also has `versions` (policy version → number of tokens). Spans of the trainer
+    have the key `step`."""
 
 
 class Tracer(Protocol):
@@ -204,7 +205,7 @@ def _read(path: Path) -> Iterator[Span]:
 
 @dataclass(slots=True)
 class StageTimer:
-    """Measures the time of each stage since the last `take`, and writes each stage to the trace as a span."""
+    """Measures the time of each stage of a train step, and writes each stage to the trace as a span."""
 
     trace: Tracer = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)

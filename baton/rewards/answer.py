@@ -69,8 +69,8 @@ def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = ""
 
 
 def choice_letter(text: str) -> str | None:
-    """Return the letter with which the text of an answer states a choice, such as `C`, `(C)`, `C. Paris` or
-    `\\text{C}`; None for any other text."""
+    """Return the letter of the choice that an answer states: `C` for `C`, `(C)`, `C. Paris` or `\\text{C}`; None for an
+    answer of another form."""
     found = re.match(r"[\s($*_]*(?:\\\w+\{)?[\s(]*([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
     return found[1].upper() if found else None
 

@@ -1,5 +1,4 @@
-"""Calls of a generative reward model through the API of OpenAI: a template becomes the request, a number is parsed from
-the reply."""
+"""Requests to a generative reward model through an OpenAI-compatible API, and the numbers parsed from its replies."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from baton.types import FailureCause
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
-    """How a generative reward model behind an OpenAI API is called; the fields are keys of a [[reward]]."""
+    """How to call a generative reward model through an OpenAI-compatible API; the fields are keys of a [[reward]]."""
 
     model: str
     template: str

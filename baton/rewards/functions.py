@@ -88,7 +88,8 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
-    """Raise UserError if a function needs an argument that `BUILT_IN` and the columns of a task lack."""
+    """Raise UserError if a function has a required argument that is neither in `BUILT_IN` nor a column of every
+    task."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -268,7 +269,7 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
 
 
 def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function takes. A required argument whose column the row lacks is None."""
+    """Return the arguments that the function takes. A required argument is None if the row has no such column."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return arguments

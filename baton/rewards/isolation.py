@@ -63,9 +63,9 @@ class Isolation:
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment variables of a scorer process: the variables of `run` (the run's environment) whose names
-    `_ALLOWED` matches or `names` lists, the path from which Python imports this package, and a limit of one OpenMP
-    thread.
+    """Return the environment variables of a scorer process. They include the variables of `run` (the run's environment)
+    whose names match `_ALLOWED` or are in `names`. Further variables set Python's import path and limit the number of
+    threads.
 
     Raises UserError if a variable of `names` is not set.
     """
@@ -85,8 +85,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
     the scorer's exit code.
 
-    `who`: subject of the sentence in `Isolation.description`. `network_key`: recipe key that allows the network; the
-    sentence names it.
+    `who`: subject of the sentence in `Isolation.description`. `network_key`: recipe key that allows the network, named
+    in the same sentence.
     """
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)

@@ -41,11 +41,11 @@ GRACE_S = 1.0
 
 
 class WorkerExited(Exception):
-    """A worker process ended before it answered. The text is a verb phrase, such as `was killed by SIGKILL`."""
+    """A worker process ended before it answered. The error's text is a verb phrase, such as `was killed by SIGKILL`."""
 
 
 class MachineGone(EngineFault):
-    """A process cannot start because its machine has left the cluster. The text names process and machine."""
+    """A process cannot start because its machine has left the cluster. The error's text names process and machine."""
 
 
 class ScorerProcess(Protocol):

@@ -5,9 +5,9 @@ Scorers that always return quickly are called inline. All other scorers are call
 generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
 reward, and the cause is recorded. A trajectory without a reward does not count as reward 0 or as a wrong answer.
 
-A multi-turn episode already has the reward of its environment when it is submitted. The values of reward functions and
-remote scorers are added to this reward. All other kinds of parts score the answer of a single-turn task and do not
-apply to episodes.
+A multi-turn episode already has the reward of its environment when it is submitted. The values of reward functions,
+remote scorers and reward models are added to the environment's reward. All other kinds of parts score the answer of a
+single-turn task and do not apply to episodes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RewardScorer:
             )
         self._tasks, self._rewards, self._answers = tasks, rewards, answers
         self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
-        """Whether multi-turn episodes are submitted; otherwise their reward is the environment's reward."""
+        """Whether multi-turn episodes must be submitted. If not, the environment's reward is their reward."""
         self._settings, self._places = settings or JudgeSettings(), places
         self._specs: list[Spec] = []
         self._models: dict[str, list[tuple[ModelSpecs, Launch | None]]] = {}
@@ -278,7 +278,7 @@ class RewardScorer:
     async def _call_all(
         self, calls: Calls, outcomes: dict[str, Outcomes], background: dict[str, _BackgroundScorer]
     ) -> list[RewardResult]:
-        # the task's scorer and a part may both be `math`
+        # each scorer is called once, even if the task's scorer and a reward part are the same scorer, such as `math`
         once = {scorer.name: scorer for scorer in background.values()}
         found = dict(zip(once, await asyncio.gather(*(self._call(s, calls) for s in once.values())), strict=True))
         return self._results(calls, outcomes | {name: found[scorer.name] for name, scorer in background.items()})
@@ -478,8 +478,8 @@ class RewardScorer:
         return self._thread
 
     def _longest_call_s(self) -> float:
-        """Return the maximum number of seconds between two results, which does not depend on the length of the queue,
-        because a call is always running."""
+        """Return the maximum number of seconds between two results. This time does not depend on the number of queued
+        calls, because at least one call is always running."""
         own = (r.deadline_s or (MODEL_DEADLINE_S if r.kind == "model" else 0.0) for r in self._rewards)
         deadline_s = max(self._settings.deadline_s, *own)
         load_s = SERVER_START_S if any(r.starts_server for r in self._rewards) else LOAD_TIMEOUT_S
@@ -547,7 +547,8 @@ def _per_response(name: str, score: Callable[[Call], Outcome]) -> _InlineScorer:
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
-    """Return whether a scorer answered: with a valid or invalid value or an exception, not a timeout or a crash."""
+    """Return whether a scorer answered. A value, even an invalid one, and an exception are answers; a timeout and a
+    crash are not."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 

@@ -68,7 +68,7 @@ class ScoringThread:
         self._busy = {pool: BusyTime(pool.num_slots, self._loop.time) for pool in chain(*self._models.values())}
         self._num_calls: Counter[WorkerPool] = Counter()
         self._gone: dict[str, str] = {}
-        """Name of a reward part → error of the last process of its reward model whose machine was lost."""
+        """Name of a reward part → error about the machine of its reward model that was lost last."""
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()

@@ -84,7 +84,7 @@ class _Group:
     scored: dict[int, ScoredTrajectory]
     """By sample index."""
     episodes: dict[int, ScoredTrajectory] = field(default_factory=dict)
-    """Sample index → finished multi-turn episode, with the environment's reward but without reward functions."""
+    """Sample index → finished multi-turn episode, whose reward does not yet include the reward functions."""
 
 
 class RolloutController:
@@ -134,7 +134,7 @@ class RolloutController:
         *,
         num_batches: float = math.inf,
     ) -> None:
-        """Start at `version`, which equals the number of batches delivered before. cursor: the journal's cursor in the
+        """Start at `version`, which is the number of batches delivered before. cursor: the journal's cursor in the
         prompt stream. carried: open groups of an earlier process. num_batches: number of batches of the run, which
         limits how many groups are opened."""
         self.scheduler = self.make_scheduler(
@@ -193,9 +193,9 @@ class RolloutController:
         self._tensors = {}
 
     def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step. on_scored: called with the number of trajectories of open groups
-        that already have rewards, then with each increase. Raises DeadlineExceeded if the worker makes no progress, and
-        Stopped on a stop request; in both cases, the journal contains all reported tokens."""
+        """Return the groups of the next train step. on_scored: called first with the number of trajectories in open
+        groups that already have rewards, then with each increase of this number. Raises DeadlineExceeded if the worker
+        makes no progress, and Stopped on a stop request; in both cases, the journal contains all reported tokens."""
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -309,7 +309,7 @@ class RolloutController:
             self._journal.commit()
 
     def _update_capacity(self) -> None:
-        """Send the number of slots to the scheduler if workers that joined or left a swarm have changed this number."""
+        """Send the number of slots to the scheduler if it has changed, because workers have joined or left a swarm."""
         slots = self._worker.transport.slots
         if slots != self._slots:
             self._slots = slots
@@ -403,8 +403,8 @@ class RolloutController:
         return self._player is not None and self._player.plays(group.issued.prompt)
 
     def _restore_episodes(self, group: OpenGroup) -> None:
-        """Continue the episodes of an earlier process. Send the action of a turn that had ended. If replay is
-        forbidden, start the episode again."""
+        """Continue the episodes of an earlier process. If an episode's turn had ended, send its action to the
+        environment. An episode whose environment forbids replay starts again."""
         if self._player is None or not self._player.plays(group.issued.prompt):
             return
         own = self._groups[group.issued.group_id]
@@ -597,7 +597,7 @@ class RolloutController:
 
 
 def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:
-    """Return the finished episodes of a restored group, with the environment's reward but without reward functions."""
+    """Return the finished episodes of a restored group, whose rewards do not yet include the reward functions."""
     found = {}
     for trajectory in carried.members:
         scored = carried.judged.get(trajectory.sample_index)

@@ -126,7 +126,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Pause or abort all requests. Afterwards the program generates no tokens, and the next `take` returns all
+        """Pause or abort all requests. Until `resume`, the program generates no tokens. The next `take` returns all
         tokens that were generated before the pause."""
 
     @abstractmethod

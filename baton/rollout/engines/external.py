@@ -53,7 +53,8 @@ class RunningRequest:
 
 
 def joined(said: Sequence[GeneratedTokens]) -> GeneratedTokens:
-    """Merge the messages of a request into one that has all tokens and otherwise the fields of the last message."""
+    """Merge the messages of a request. The result has the tokens, logprobs and masks of all messages, and all other
+    fields of the last message."""
     return replace(
         said[-1],
         token_ids=[token for one in said for token in one.token_ids],
@@ -90,7 +91,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._outbox: list[FromWorker] = []
         """Messages that methods other than `step` have produced. The next `step` returns these messages."""
         self._clock, self._active_s = clock, clock()
-        """`_active_s`: time of the last received token, started request or loaded version."""
+        """`_active_s`: time at which a token was last received, a request started or a version loaded."""
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
@@ -158,7 +159,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     @abstractmethod
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        """Make the program load tensors while it generates nothing."""
+        """Make the program load tensors. The caller has paused generation."""
 
     def close(self) -> None:
         self._client.close()
@@ -180,7 +181,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
-        # this assumes one token per request and step, because the program does not report its steps
+        # the program does not report its steps, so each step is assumed to generate one token per request
         self._decode_steps += max(steps.values(), default=0)
         return reports
 

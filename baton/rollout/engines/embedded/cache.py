@@ -220,8 +220,8 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
     """Return the cache for one prefill. The cache's first `length` positions have the keys and values of earlier
     pieces.
 
-    pasts: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no earlier pieces. The
-    positions between these pieces and `length` are zero and must be masked.
+    pasts: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no earlier pieces. In each
+    row, the positions from the end of its pieces up to `length` are zero and must be masked.
     """
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     like = next((pieces[0] for pieces in pasts if pieces), None)

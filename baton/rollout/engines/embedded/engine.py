@@ -8,7 +8,7 @@ The last id is the first input of decode. New prompts, shared prompts and resume
 **Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
 where a turn begins is always computed by one prefill, which reads the pieces before it. If such a piece is computed
 again, on this or another engine, its keys and values therefore have the same bits. Only the last piece of a trajectory
-that is resumed within a turn may have keys and values that decode computed.
+that is resumed within a turn may have keys and values from decode steps.
 
 **A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
 bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee bit-identical
@@ -168,8 +168,8 @@ class EmbeddedEngine(SlotEngine):
     def _missing(
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return the pieces to prefill next, by prefill shape: the first piece of each chain that is not kept → the
-        pieces before this piece. chains: the pieces of each row, in order."""
+        """Return the pieces to prefill next, grouped by prefill shape. From each chain, the result has the first piece
+        that is not kept, mapped to the pieces before it. chains: the pieces of each row, in order."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):
@@ -179,8 +179,8 @@ class EmbeddedEngine(SlotEngine):
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
         """Return the pieces of a row's prefix. Each piece has the version that computes it, normally the current
-        version. A lease that accepts newer versions uses the pieces that older versions computed, if more of those
-        pieces are kept than of the current version's."""
+        version. For a lease that accepts newer versions, pieces that older versions computed are used if more of them
+        are kept than of the current version's pieces."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -211,8 +211,8 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots: those of `_KEPT_CONTEXTS` contexts
-        of maximum length. On a CPU, the limit is at least half as many contexts as slots, and at least as many as free
+        """Maximum number of tokens whose keys and values are kept outside the slots: the maximum context length times
+        `_KEPT_CONTEXTS`. On a CPU, the factor is at least half the number of slots and at least the number of free
         slots, so the limit decreases when leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":

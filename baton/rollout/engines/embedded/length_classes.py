@@ -41,8 +41,8 @@ class LengthClasses:
         values_per_position: kv_heads × head_dim."""
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
-        """All pairs (i, j) with i ≤ j. The first of three classes scans `kv_lengths[i]` positions and the second scans
-        `kv_lengths[j]`. If i = j, the two are one class."""
+        """All pairs (i, j) with i ≤ j. Of three classes, the first scans `kv_lengths[i]` positions and the second
+        `kv_lengths[j]`. If i = j, these two are one class."""
         self._class_cost = CLASS_VALUES // values_per_position
         """One more class costs as much as scanning this number of positions."""
         self.ends: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class LengthClasses:
 
     def order(self, length_W: Ints) -> Ints | None:
         """Choose the classes again. Return the new order of the rows, or None if no row moves. With the returned
-        `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot is in another class."""
+        `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot is in the wrong class."""
         index_W = np.searchsorted(self._kv_lengths, length_W)
         chosen, end_C, best = self._best_classes(index_W)
         class_W = np.searchsorted(chosen, index_W)
@@ -74,8 +74,9 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Sort the rows by length and divide them into the cheapest classes. Return (indices in `_kv_lengths` of the
-        number of positions that each class scans, number of rows up to the end of each class, cost of a step)."""
+        """Sort the rows by length and divide them into the cheapest classes. Return three values: the number of
+        positions that each class scans, as an index in `_kv_lengths`; the number of rows up to the end of each class;
+        the cost of a step."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

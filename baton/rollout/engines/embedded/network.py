@@ -3,9 +3,9 @@
 Fixed shapes make each trajectory independent of the other rows of its batch. The shape of a matrix product determines
 which kernel computes it, and thereby the order of summation. Within one shape, neither the index of a row nor the other
 rows change the bits of a result. For this reason, the shape of a prefill depends only on the number of ids to prefill
-and the number of ids already in the cache. Decode has one shape, plus smaller shapes that compute identical bits. Each
-engine finds the smaller shapes by comparing results for its model: at start for decode, and at the first use of a shape
-for prefill. Results on a CPU:
+and the number of ids already in the cache. Decode has one shape, plus smaller shapes that compute identical bits. Which
+smaller shapes compute identical bits depends on the model. The engine therefore compares results: for decode when the
+engine starts, and for prefill when a shape is first used. Results on a CPU:
 
     rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
     positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths
@@ -47,14 +47,15 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, ca
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. A longer sequence is prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""Minimum number of new positions, including padding, of a prefill with fewer rows than `prefill_shape` allows."""
+"""A prefill uses fewer rows than its shape allows only if these rows have at least this number of new positions in
+total, including padding."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs (maximum length, bucket): a length up to the maximum is rounded up to a multiple of the bucket."""
 _LONG_BUCKET = 64
 """Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""Maximum number of positions, including padding, of a prefill of several rows that have earlier pieces. The positions
-of the earlier pieces count, because the prefill copies them."""
+"""Maximum number of positions, including padding, of a prefill of several rows whose earlier ids already have keys and
+values. The positions of these ids count, because the prefill copies their keys and values."""
 _MASKED_TOKENS = 1024
 """Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. The maximum limits
 the size of the attention mask, which has an entry for each computed token and each earlier position."""
@@ -145,7 +146,7 @@ class Network:
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
         """Compute the keys and values of up to `PrefillShape.rows` sequences that all have the same `prefill_shape`.
-        pasts: for each sequence, the pieces before it; empty if all sequences begin at position 0."""
+        pasts: for each sequence, the keys and values of the ids before it; empty if all begin at position 0."""
         shape = prefill_shape(len(ids[0]), sum(piece.num_tokens for piece in pasts[0]) if pasts else 0)
         assert len(ids) <= shape.rows, f"cannot prefill {len(ids)} sequences in {shape.rows} rows"
         if shape not in self.prefill_rows:
@@ -213,8 +214,8 @@ class Network:
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Copy new values into the parameters, cast to the parameters' dtype. An adapter is merged into the weights of
-        the last whole version. `tensors` may contain a tied parameter under any of its names. Raises EngineFault,
-        without changing any weight, for missing or unknown names and for different shapes."""
+        the last version that was a whole model. `tensors` may contain a tied parameter under any of its names. Raises
+        EngineFault, without changing any weight, for missing or unknown names and for different shapes."""
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
             if self._shapes:
@@ -311,8 +312,8 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
-        """Return the numbers of rows for which a prefill computes the same bits as with the shape's maximum number of
-        rows, ascending."""
+        """Return, in ascending order, the numbers of rows for which a prefill computes the same bits as with the
+        shape's maximum number of rows."""
         most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)

@@ -65,10 +65,10 @@ class _Row:
 
 
 class Rescorer:
-    """Scores claims under one version at a time."""
+    """Scores reported trajectories (`Claim`) under one version at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take ownership of a model, into which adapters are merged until a whole version is loaded."""
+        """Take ownership of a model. Adapters are merged into its weights, until `load` replaces all weights."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None

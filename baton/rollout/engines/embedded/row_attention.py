@@ -2,11 +2,11 @@
 a CPU, each class of rows scans the length of its longest row.
 
 Ordinary masked attention scans the length of the longest row for every row. On a CPU, attention is instead computed
-once per class of rows of similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler
-makes (`kernels.c`). On CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as
-packed sequences, one per slot, and reads only the first `lengths_W` positions of each. The kernel copies nothing and
-does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of a row do not depend on
-other rows.
+once per class of rows of similar length (`length_classes.py`), or for each row by a kernel that the machine's C
+compiler builds (`kernels.c`). On CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads,
+head_dim] as packed sequences, one per slot, and reads only the first `lengths_W` positions of each. The kernel copies
+nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of a row do not
+depend on other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """

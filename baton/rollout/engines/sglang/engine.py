@@ -45,7 +45,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _directory: Path | None = None
     """Directory of the current weights, which the server reads again if loading the next weights fails."""
     _is_loading = False
-    """Whether all requests are aborted to load weights, so that aborted streams are expected."""
+    """Whether weights are being loaded. All requests are then aborted, so an aborted stream is not a fault."""
 
     def abort(self, lease_id: int) -> None:
         """End a lease. The lease is reported when the server has ended its request. Has no effect on an unknown
