@@ -166,7 +166,7 @@ def _tree(
     environment: str | type | None = None,
     tools: Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
-    """Return the sections of a recipe made from these arguments.
+    """Return the recipe sections that these arguments describe.
 
     Keys in `config` override the other arguments. run: the keys of [run].
     """
@@ -231,8 +231,8 @@ class TrainableRecipe(Recipe):
         return tomli_w.dumps(without_none(self.model_dump(mode="json")))
 
     def check(self) -> Footprint:
-        """Check data, model and memory without starting the run, and return what the run needs. Raises UserError if the
-        run would not start."""
+        """Check data, model and memory without starting the run, and return the memory estimate. Raises UserError if
+        the run would not start."""
         from baton.run.dry_run import footprint
 
         return footprint(self)

@@ -30,8 +30,8 @@ class TimedEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return the delay in seconds after `failures` consecutive failures, at least 1. The delay is `first_s` after the
-    first failure, doubles with each further failure, and is at most `longest_s`."""
+    """Return the delay in seconds after `failures` ≥ 1 consecutive failures. The delay is `first_s` after the first
+    failure, doubles with each further failure, and is at most `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 1000))
 
 
@@ -72,8 +72,8 @@ def time_left(seconds: float) -> Clock:
 T = TypeVar("T")
 R = TypeVar("R")
 CODERS: Final = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-"""Number of threads that copy, hash and encode the tensors of a version. The threads run in parallel, because numpy,
-torch, blake3 and zstd release the interpreter's lock."""
+"""Number of threads that copy, hash and encode the tensors of a policy version. The threads run in parallel, because
+numpy, torch, blake3 and zstd release the interpreter's lock."""
 _LARGE: Final = 2**18
 """Minimum size in bytes of an item that gets a thread. For a smaller item, a thread costs more time than it saves."""
 _ALL_PER_LARGE: Final = 4

@@ -128,8 +128,8 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def _name_of(kind: type[BaseException]) -> str:
-    """Return the name in `NAMES` of the class or, if it has none there, of its nearest base class in `NAMES`. For other
-    errors, return the name of the nearest base class that Baton does not define."""
+    """Return the name of the class, or of its nearest base class, in `NAMES`. For other errors, return the name of the
+    nearest base class that Baton does not define."""
     named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
     foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
     return next(named, None) or next(foreign)

@@ -126,7 +126,7 @@ def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: Non
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory. The directory is renamed first, so that its name never refers to an incomplete directory."""
+    """Rename a directory, then delete it, so that its name never refers to an incomplete directory."""
     doomed = path.with_name(f".{path.name}.removed")
     path.rename(doomed)
     flush_to_disk(path.parent)  # otherwise a power failure could undo the rename but not the deletion of files

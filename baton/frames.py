@@ -102,7 +102,7 @@ class FrameSocket:
 
 
 def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
-    """Make a socket pair. Return the end for this process, and the end for the child."""
+    """Make a socket pair. Return the parent's end and the child's end."""
     ours, theirs = socket.socketpair()
     return FrameSocket(ours, max_frame_bytes), theirs
 

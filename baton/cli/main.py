@@ -1,8 +1,8 @@
 """The `baton` command: registers the subcommands, and reports an error as one sentence and an exit code.
 
 Each subcommand is a function in a module of this folder. Such a function reads its options, calls a function that
-returns a record, and prints the record. The imports of other modules are in the function's body, so that `baton --help`
-imports neither torch nor the planner.
+returns a record, and prints the record. The function's body imports other modules, so that `baton --help` imports
+neither torch nor the planner.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ bench_app = typer.Typer(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Make `bench` a command group: without this callback, typer would run its only command as `baton bench`."""
+    """Make `bench` a command group: otherwise, typer would run the group's only command as `baton bench`."""
 
 
 @bench_app.command("rollout")

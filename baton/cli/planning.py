@@ -149,7 +149,7 @@ def simulate(
 ) -> None:
     """Simulate a run in virtual time: throughput, idle time, staleness, cost, and the effect of faults.
 
-    Starts nothing and needs no GPU. Scheduling runs the same code as in a real run. The cost model predicts how long
+    Starts nothing and needs no GPU. The simulation runs the scheduler of real runs; the cost model predicts how long
     generation, training and transfers take. --plan needs the --model and the --workload of the plan.
     """
     from baton.simulate import simulate as run_simulation
@@ -188,7 +188,7 @@ cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a c
 
 @cluster_app.callback()
 def _cluster() -> None:
-    """Make `cluster` a command group: without this callback, typer would run its only command as `baton cluster`."""
+    """Make `cluster` a command group: otherwise, typer would run the group's only command as `baton cluster`."""
 
 
 @cluster_app.command("describe")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 TURNS = {"sleep": False, "wake": True, "held": None}
-"""Word on the standard input of a worker with `--tied` → argument of `SwarmWorker.use_device`. After each word, the
-worker writes one line: the number of bytes of device memory that its engine uses."""
+"""Command that a worker with `--tied` reads from standard input → argument of `SwarmWorker.use_device`. The worker
+answers each command with one line: the number of bytes of device memory that its engine uses."""
 
 
 def worker(

@@ -30,7 +30,7 @@ from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
-"""A plan that moves fewer GPUs is preferred if it exceeds the shortest step time by at most this fraction."""
+"""A plan that moves fewer GPUs is preferred if its step time exceeds the shortest by at most this fraction."""
 
 
 class ReplanResult(msgspec.Struct, frozen=True):

@@ -83,7 +83,7 @@ class StopProcess(msgspec.Struct, frozen=True, tag="End"):
 
 
 class SetWorkerWeight(msgspec.Struct, frozen=True, tag="Weigh"):
-    """Apply the weight that a new plan gives to a running worker."""
+    """Apply the relative speed (`ProcessSpec.weight`) that a new plan expects of a running worker."""
 
     spec: ProcessSpec = msgspec.field(name="post")
 

@@ -26,7 +26,7 @@ unit in `achieved.toml` to the SI unit; the name of the unit in `achieved.toml`.
 
 
 class AchievedSettings(Settings):
-    """A value of the catalogue of achieved rates."""
+    """An efficiency in `achieved.toml`, the catalogue of published efficiencies."""
 
     value: float
     """The value that plans use. In the section [default], an efficiency that `PEAKS` lists is a share of the GPU's
@@ -95,7 +95,7 @@ class GpuCalibration(msgspec.Struct, frozen=True):
 
 @cache
 def achieved() -> dict[str, dict[str, AchievedSettings]]:
-    """Return the catalogue of achieved rates: GPU type or `default` → key → value."""
+    """Return the content of `achieved.toml`: GPU type or `default` → name of an efficiency → value."""
     text = (files("baton.specs") / "catalogue" / "achieved.toml").read_text(encoding="utf-8")
     return {
         gpu: {key: AchievedSettings.model_validate(value) for key, value in table.items()}

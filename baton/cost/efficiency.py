@@ -27,11 +27,11 @@ class Efficiency(Settings):
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Factor by which a train step takes longer while engines use cores of the same machine. The effect of the
-    trainer's smaller number of cores is not included."""
+    """Factor by which a train step takes longer while engines use cores of the same machine. The factor excludes the
+    effect of the trainer's smaller number of cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Factor by which engines take longer while the trainer uses cores of the same machine. The effect of the engines'
-    smaller number of cores is not included."""
+    """Factor by which engines take longer while the trainer uses cores of the same machine. The factor excludes the
+    effect of the engines' smaller number of cores."""
     prefill: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)

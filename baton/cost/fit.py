@@ -17,7 +17,7 @@ from baton.specs.workload import Workload, constant
 
 ROUNDS = 400
 LEAST = 1e-6
-"""Smallest value that a fit may give; `most_share` gives the largest."""
+"""Lower limit of the values with which `_descend` starts. Its results are at least a thousandth of this limit."""
 BACKWARD = 0.5, 10.0
 """Range of the fitted `backward`."""
 

@@ -1,4 +1,4 @@
-"""Speed and memory of a replica: a roofline model of prefill and decode, and the pause at each new version.
+"""Speed and memory of a replica: a roofline model of prefill and decode, and the pause at each new policy version.
 
 A decode step of m trajectories on a pipeline stage takes
 
@@ -26,7 +26,8 @@ DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
 CLASS_VALUES = 2**16
 """On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. Each additional
-class costs about 30 µs per layer. This constant is the number of key elements that attention reads in this time."""
+class costs about 30 µs per layer, the time in which attention reads this number of elements of the keys and as many of
+the values."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -55,8 +56,8 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Generation time lost per train step. With overlap: the time to prefill running trajectories under the new
-    version. Without overlap: the loss at the end of a batch, when few trajectories still run."""
+    """Generation time lost per train step. If generation and training overlap: the time to prefill running trajectories
+    under the new version. Otherwise: the loss at the end of a batch, when few trajectories still run."""
     memory_bytes: float
     """The largest memory use of any GPU of the replica."""
 

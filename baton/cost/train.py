@@ -115,8 +115,8 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
     """Return the shares of the batch on ranks of several speeds. `speeds`: speed of each GPU type, relative to the
     fastest type. `counts`: number of ranks of each type, [candidates].
 
-    Each trajectory is assigned to the rank that ends earliest with this trajectory (`trainer/parallel/balance.py`). If
-    all trajectories have the same length, no other division of the batch ends earlier.
+    Each trajectory is assigned to the rank that would finish first with it (`trainer/parallel/balance.py`). If all
+    trajectories have the same length, no other division lets the slowest rank finish earlier.
     """
     total = work.num_trajectories
     with np.errstate(divide="ignore"):
@@ -134,9 +134,9 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
 def mixed_terms(
     model: ModelSpec, work: Workload, places: Sequence[DeviceClass], counts: Sequence[Array], bytes_per_s: Array
 ) -> list[StageTerms]:
-    """Return the coefficients of a stage on several GPU types, for each of these types. The slowest type determines
-    each time. `counts`: number of ranks of each type. `bytes_per_s` [candidates]: bandwidth of the slowest link between
-    two machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
+    """Return the coefficients of each GPU type of a mixed stage. Each of the stage's times is the largest over the
+    types. `counts`: number of ranks of each type. `bytes_per_s` [candidates]: bandwidth of the slowest link between two
+    machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
     shares = row_shares(work, rank_speeds(work, places), counts)
     ranks = np.sum(counts, axis=0)
     # a mixed stage is on several machines, even if it has few ranks
@@ -161,9 +161,9 @@ def stage_terms(
     by default, each rank gets equally many trajectories.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer.
-    Each tensor-parallel rank of Baton's trainer computes the whole head. With `work.shard_size`, this number of ranks
-    share a copy of the model: weights are gathered within a copy, and gradients are also summed over the copies. The
-    idealised trainer gathers weights once per update.
+    Each tensor-parallel rank of Baton's trainer computes the whole head. With `work.shard_size`, each group of this
+    many ranks shares one copy of the model: weights are gathered within a group, and gradients are also summed over the
+    groups. The idealised trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu

@@ -45,7 +45,7 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
 
 
 class EpisodeKey(msgspec.Struct, frozen=True):
-    """Identity of one episode's instance. A restarted episode has the next number `attempt`."""
+    """Identity of one episode's instance. If an episode is restarted, `attempt` increases by 1."""
 
     stream: int
     """Number that distinguishes training from evaluations, because their group ids may be equal."""

@@ -18,8 +18,8 @@ class Environment(Protocol):
     * `instructions: str`, an attribute: text that precedes the first observation in the prompt;
     * `canonical() -> str`: called after `reset`, returns a string that is equal for equivalent problems. The split into
       training and held-out problems uses a hash of this string. The default is the first observation;
-    * `random_action(dice: random.Random) -> str`: called after `reset`, returns a random action of the right format. A
-      warm start generates episodes of such actions;
+    * `random_action(dice: random.Random) -> str`: called after `reset`, returns a random action of the right format.
+      For the environments of Baton, `baton sft` generates demonstrations from such actions;
     * `close()`: releases resources;
     * `prepare(**args) -> str`, a classmethod: called with the constructor's arguments when a process loads the class.
       Returns a line that is shown to the user, such as a description of the isolation, or raises UserError.

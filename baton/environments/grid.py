@@ -1,4 +1,5 @@
-"""Shared code of the grid worlds: moves, reading moves from a turn, and a text that is equal for symmetric grids."""
+"""Code of the grid worlds: moves, their extraction from a turn, and a text that is equal for rotated or mirrored
+grids."""
 
 from __future__ import annotations
 

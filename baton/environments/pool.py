@@ -160,7 +160,7 @@ class EnvironmentPool:
             self._close_instance(process, key)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the calls that ended since the last call of this method."""
+        """Return metrics of the environment calls that ended after the previous `metrics()`."""
         found = {f"env/{name}": float(count) for name, count in self._counts.items()}
         found["env/running"] = float(sum(len(process.running) for process in self._processes))
         found["env/waiting"] = float(self.num_waiting)

@@ -7,7 +7,7 @@ The child is `python -I -S sandbox.py`. Before the child executes the code, it p
   working directory, but denies all other files;
 * seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, and
   debugging calls;
-* as root, it drops its capabilities.
+* if the child runs as root, it drops its capabilities.
 
 These restrictions need neither root nor namespaces. The code can use only the standard library. The limit of processor
 time decides whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.

@@ -37,7 +37,7 @@ _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 _TOOL = "quokka7tool"
 _THOUGHT_TAGS = re.compile(rf"(\s|{_OPEN_THOUGHT}|{_CLOSE_THOUGHT})*")
 _BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
-"""Unicode noncharacters that `prompt` puts around special tokens in messages, to encode these as plain text."""
+"""Unicode noncharacters that `prompt` puts around special tokens in messages, to encode the tokens as plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TokenBridge:
         return tuple(ids)
 
     def _overlap(self, turn_ids: Sequence[int], header: Sequence[int]) -> int:
-        """Return how many of the first ids of `header` are already the last ids of `turn_ids`."""
+        """Return the number of ids at the start of `header` with which `turn_ids` ends; only added tokens count."""
         num = next((n for n, token_id in enumerate(header) if token_id not in self._added), len(header))
         return next((n for n in range(num, 0, -1) if tuple(turn_ids[-n:]) == tuple(header[:n])), 0)
 

@@ -88,7 +88,7 @@ def _call(source: Any) -> ToolCall:
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a function, derived from its annotations and its docstring in Google's style. Raises
-    UserError if a part is missing."""
+    UserError if annotations or docstring are incomplete."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     known = getattr(function, "__func__", function)  # each episode has its own bound method
@@ -127,7 +127,7 @@ class ToolEnvironment:
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
 
     instructions = ""
-    """Text before the first observation, which a subclass may set. `configure` appends instructions for the tools."""
+    """Text before the first observation. A subclass may set it; `configure` appends instructions for the tools."""
 
     def __init__(
         self,

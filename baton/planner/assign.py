@@ -15,9 +15,9 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     """The GPUs of each stage and replica, by name."""
 
     stages: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
-    """(pool, tensor-parallel groups) of each stage of the training pipeline, in order."""
+    """(pool, tensor-parallel groups) of each stage, in the order of the training pipeline."""
     replicas: tuple[tuple[int, tuple[str, ...]], ...]
-    """(column of the problem, GPUs in the order of the replica's stages) of each replica."""
+    """For each replica: index of its shape in `AssignmentProblem.columns`, and its GPUs in the order of its stages."""
     idle: tuple[tuple[int, str], ...]
     """(pool, GPU) of each GPU without a role."""
     is_mixed: bool = False
@@ -29,7 +29,7 @@ class _Request(msgspec.Struct, frozen=True):
     count: int
     is_training: bool
     index: int
-    """Index of the stage within its pool, or of the replica's column."""
+    """Index of the stage within its pool, or of the replica's shape in `AssignmentProblem.columns`."""
 
 
 def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
@@ -45,7 +45,7 @@ def seat(
     counts: Sequence[int],
     prefer: dict[str, str] | None = None,
 ) -> GpuAssignment:
-    """Assign GPUs to every training group and replica; if `row` is None, only to replicas.
+    """Assign GPUs to every replica and, unless `row` is None, to every group of the training shape in this table row.
 
     Large groups are placed first, so that all groups fit. Each stage is placed on as few nodes as possible, and
     replicas on nodes with few free GPUs. `prefer`: current role (`train` or `rollout`) of GPUs, which is kept if

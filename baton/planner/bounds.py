@@ -3,9 +3,10 @@ candidates whose bound is too long.
 
 With fractional replicas, the optimum is at least as good as with whole replicas. A pool of n GPUs therefore generates
 at most n · φ(T) tokens in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The
-staleness bound limits the number of running trajectories to `gate`. The bounds include this limit as a price λ per
-running trajectory: by weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the
-integer program, for every λ ≥ 0.
+staleness bound limits the number of running trajectories to `gate`. A Lagrange multiplier λ ≥ 0 (tokens per running
+trajectory) replaces this limit: φ_λ(T) is the maximum over all replica shapes of (tokens in T − λ · concurrent
+trajectories) / GPUs, but at least 0. By weak duality, no set of replicas generates more than Σ n · φ_λ(T) + λ · `gate`
+tokens in T.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ GRID = 1500
 """Number of values of T at which φ(T) is tabulated. φ is convex, so linear interpolation lies above φ and the bound
 holds."""
 PRICES = 7
-"""Number of prices λ to try, including 0."""
+"""Number of values of λ to try, including 0."""
 DUALS = 201
-"""Number of weights w that `division_bound_s` tries."""
+"""Number of weights w for which `division_bound_s` tests its inequality."""
 
 
 class RolloutBound:
@@ -48,7 +49,7 @@ class RolloutBound:
         return [0.0, *(highest * 2.0**-power for power in range(PRICES - 1))]
 
     def _table(self, price: float) -> Floats:
-        """Return φ(T) minus `price` per running trajectory, shape [pools, times]."""
+        """Return φ_λ(T) for λ = `price`, shape [pools, times]."""
         best = np.zeros((self._num_pools, GRID))
         for column in self._columns:
             work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)
@@ -64,7 +65,7 @@ class RolloutBound:
         return least
 
     def work(self, time_s: float) -> list[Floats]:
-        """Return φ(`time_s`) minus the price per running trajectory for each price, shape [pools]."""
+        """Return φ_λ(`time_s`), shape [pools], for each λ of `prices`."""
         return [np.array([np.interp(time_s, self.times, row) for row in table]) for table in self.tables]
 
     def _root(self, gpus: Floats, table: Floats, constant: float) -> Floats:

@@ -94,7 +94,7 @@ def trains(plan: Plan) -> tuple[str, ...]:
 
 
 def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
-    """Return the step time of a plan with other efficiencies. The distribution of the layers over the stages is
+    """Return the step time of a plan under these efficiencies. The distribution of the layers over the stages is
     computed again with these efficiencies. The replicas and their batches stay the same."""
     work, model = inputs.work, inputs.model
     used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
@@ -158,7 +158,7 @@ def _nearest(
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
         return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
 
-    # the user's plan may train on other GPU types than `now`: `replan` moves few GPUs, or its search ran longer
+    # the user's plan may train on other GPU types: `replan` moves few GPUs, or the user's search ran longer
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if is_late():

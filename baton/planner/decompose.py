@@ -1,6 +1,6 @@
 """Searches the pipelines that span GPU types when there are too many of them to enumerate.
 
-A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
+A candidate has a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
 fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to
 be fast enough. The remaining GPUs must generate a step's tokens in T. A bound excludes candidates whose remaining GPUs
 cannot generate a step's tokens in T. If the bound excludes all candidates, T is a lower bound on the step time of
@@ -46,14 +46,14 @@ MOST_CANDIDATES = 40_000
 MOST_SPLITS = 4000
 """Maximum number of splits of the layers per set of pools. If there are more splits, similar splits are merged."""
 SPARE = (0, 1, 2)
-"""Each remaining candidate is solved with each of these numbers of additional tensor-parallel groups per pool."""
+"""Each candidate that the bound does not exclude is solved with these numbers of additional groups per pool."""
 PASSES = 4
-"""Number of passes that raise the number of tensor-parallel groups that each pool requires. This number depends on the
-numbers of the other pools, so one pass is not enough. Fewer passes give a bound that is valid but weaker."""
+"""Number of passes that compute how many tensor-parallel groups each pool requires. One pass is not enough, because the
+number of groups of a pool depends on those of the other pools. Fewer passes give a valid but weaker bound."""
 
 
 class _Family(msgspec.Struct, frozen=True):
-    """All candidates of a set of pools. Lists have one array [candidates] per pool, in the pipeline's order."""
+    """All candidates that span one set of pools. Lists have one array [candidates] per pool, in pipeline order."""
 
     order: tuple[int, ...]
     stages: list[Ints]
@@ -75,7 +75,7 @@ def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better solution with a pipeline that spans GPU types. The returned bound covers
-    all pipelines. The row of the solution refers to the table of the returned problem."""
+    all pipelines. `Solution.row` is an index into the table of the returned problem."""
     left_s = time_left(time_limit_s)
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
@@ -101,7 +101,7 @@ def improve(
 
 
 def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Return a lower bound on the step time of pipelines on a single pool, all of which are in the table."""
+    """Return a lower bound on the step time of pipelines on a single pool. The table has all of these pipelines."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
         return np.inf
@@ -175,7 +175,7 @@ def _splits(num_layers: int, parts: int) -> Ints:
 def _passing(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
-    """Return the candidates (rows) that may reach `step_s`, and the number of groups (dp) that each pool then needs.
+    """Return the rows (candidates) whose step may take at most `step_s`, and the groups (dp) that each pool then needs.
 
     The first pass uses the shortest publication time of each row. The remaining rows are then tested once per pool,
     with the publication time to this pool. In this test, engines run only on the pools that weights reach within this
@@ -215,7 +215,7 @@ def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floa
 def _keeping_pace(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose pools can train within `left_s` [candidates], and the groups that each pool needs."""
+    """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
     work, pools = inputs.work, problem.pools.pools
     overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
     per_rank = work.trained_tokens / work.minibatches / work.longest_tokens
@@ -248,8 +248,8 @@ def _generating(
     left_s: Floats,
     reached: Bools | None,
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose remaining GPUs can generate a step's tokens within `left_s` [candidates]. `reached`: the
-    pools that generate; None for all pools."""
+    """Return the rows in which the GPUs that do not train can generate a step's tokens within `left_s` [candidates].
+    `reached`: the pools that generate; None for all pools."""
     if not len(rows):
         return rows, groups
     pools, step = problem.pools.pools, problem.step
@@ -269,8 +269,8 @@ def _generating(
 def _least_groups(
     problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
-    """Return the smallest dp with which each stage of a pool takes at most `pace`. `groups`: a lower bound of the
-    result."""
+    """Return the smallest dp with which each stage of a pool takes at most `pace` seconds. `groups`: a lower bound of
+    the result."""
     pool = problem.pools.pools[family.order[place]]
     rate = stage_link(problem.pools, family.order, place, family.stages[place][alive])
     node, tp = max(pool.sizes), family.tp[place][alive]
@@ -313,8 +313,8 @@ def _tail_s(
 
 
 def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
-    """Return whether the layers fit into memory at the largest dp. Embedding and output head count only on pools with
-    one stage."""
+    """Return whether the layers fit into memory at the largest dp. The memory of the embedding counts only if the first
+    pool has one stage, and that of the output head only if the last pool has one stage."""
     fits = np.ones(len(alive), dtype=bool)
     depth = np.sum([stage[alive] for stage in family.stages], axis=0)
     widest = np.max([most[alive] for most in family.most], axis=0)

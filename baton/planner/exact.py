@@ -57,7 +57,7 @@ def solve_exact(
     bound on the step time of all divisions, at most `ceiling_s`.
 
     `time_limit_s`: after this time, the search stops as soon as it has found a division, or at once if `ceiling_s` is
-    finite. `bound`: the rollout bound of this problem, or of a problem that differs only in its training shapes.
+    finite. `bound`: the `RolloutBound` of this problem, or of a problem that differs only in its training shapes.
     """
     left_s = time_left(time_limit_s)
     bound = bound or RolloutBound(problem)

@@ -82,8 +82,8 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 
 def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload) -> NoReturn:
-    """Raise the UserError if trainer and rollout fit only separately, the staleness bound is too strict, or the table
-    is empty."""
+    """Raise the UserError for the first cause that applies: the staleness bound is too strict, no training shape fits,
+    or trainer and rollout fit only separately."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:

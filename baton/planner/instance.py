@@ -89,7 +89,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
 
 
 def mixed_pools(inputs: Inputs, pools: Pools) -> list[list[int]]:
-    """Return the pairs of pools that a mixed stage may use, each in the order of a pipeline."""
+    """Return the pairs of pools that a mixed stage may use, the slower GPU type first."""
     is_possible = inputs.work.trainer == "baton" and inputs.rates is None
     return mixed_orders(pools) if inputs.mixed_stages and is_possible else []
 

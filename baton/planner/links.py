@@ -95,7 +95,7 @@ def used_pools(
 
 def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
     """Return one assignment for each of `EMPHASES`. Machines of one pool that have equally many GPUs are exchanged so
-    that the plan uses faster links. `columns`: the pool of each column of the problem."""
+    that the plan uses faster links. `columns`: the pool of each replica shape of the problem."""
     used = _used(cluster, *parts_of(seats, columns), is_mixed=seats.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []
@@ -154,9 +154,9 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *,
 def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
     """Return, for each machine of the assignment, the machine that replaces it.
 
-    Each step exchanges the machine with the slowest links for another machine of the same pool and size. Of these
-    machines, the step chooses the one that reduces the cost most. The search ends when no exchange of one of the
-    `SLOWEST` machines reduces the cost.
+    Each step considers the `SLOWEST` machines in descending order of the cost of their links, and exchanges the first
+    one for which another machine of the same pool and size reduces the cost. Of these other machines, the step chooses
+    the one that reduces the cost most. The search ends when no such exchange reduces the cost.
     """
     slowness: NDArray[np.float64] = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])
@@ -198,8 +198,8 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
 
 
 def _slowness(cluster: Cluster, pools: Pools) -> Floats:
-    """Return, for each pair of machines, (bandwidth of the fastest link between their pools / bandwidth of their own
-    link) ** POWER, [machines, machines]."""
+    """Return, for each pair of machines, (bandwidth of the fastest link between their pools / bandwidth of the link
+    between the two machines) ** POWER, [machines, machines]."""
     rates = _rates(cluster)
     fastest = np.ones_like(rates)
     for mine in pools.pools:

@@ -1,4 +1,4 @@
-"""Searches mixed stages: one stage whose data-parallel ranks are on two GPU types, with rows in proportion to speed.
+"""Searches mixed stages: one stage with ranks on two GPU types, which train trajectories in proportion to their speeds.
 
 Two numbers define a mixed stage: the numbers of its GPUs of the two types. There are too many pairs of such numbers to
 compute the step time of each pair. The search for mixed stages therefore runs after the search over other shapes, whose
@@ -26,7 +26,7 @@ def with_mixed_stages(
     inputs: Inputs, problem: AssignmentProblem, best: Solution | None, bound: RolloutBound, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution | None]:
     """Return the given solution or a better solution with a mixed stage. The returned bound covers all mixed stages.
-    The row of the solution refers to the table of the returned problem. `bound`: the rollout bound of the problem."""
+    `Solution.row` is an index into the table of the returned problem. `bound`: the `RolloutBound` of the problem."""
     ceiling_s = np.inf if best is None else best.step_s
     pairs = list(_pairs(inputs, problem, bound, ceiling_s))
     count = sum(len(first) for _, first, _ in pairs)

@@ -45,8 +45,8 @@ def describe(
 def _on_pools(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, pools: Pools
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the problem on `pools`, whose links differ, with the solution's training shape as the only candidate. Also
-    return the solution of this problem."""
+    """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
+    candidate. Also return the solution of this problem."""
     table, model, work = problem.table, inputs.model, inputs.work
     order = pipeline_order(pools, table.stages[solution.row].tolist())
     parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]

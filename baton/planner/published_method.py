@@ -21,8 +21,8 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """The search stops after this number of iterations without improvement (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions. If there are more divisions into single GPUs, the cluster is divided into nodes or
-groups of nodes."""
+"""Maximum number of divisions. If single GPUs give more divisions, only whole nodes or groups of nodes are assigned to
+training or rollout."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
@@ -112,7 +112,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
 
 
 def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Mark the training shapes that fit into the first `train[k]` GPUs of each pool k."""
+    """Return which training shapes fit into the first `train[k]` GPUs of each pool k."""
     table = problem.table
     fits = np.ones(len(table), dtype=bool)
     for k, pool in enumerate(problem.pools.pools):

@@ -219,7 +219,7 @@ def _pool_counts(market: _Market, choices: Ints) -> Floats:
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Mark the choices that may reach `step_s`, with the test of `division_bound_s` for many choices at once."""
+    """Return which choices may have a step of at most `step_s`: the test of `division_bound_s` for many choices."""
     problem, counts = market.problem, _pool_counts(market, choices)
     bound, step = RolloutBound(problem), problem.step
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s

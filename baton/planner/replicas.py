@@ -25,7 +25,7 @@ class RolloutAllocation(msgspec.Struct, frozen=True):
     """Replicas, and the time in which they generate a step's tokens."""
 
     counts: tuple[int, ...]
-    """Number of replicas of each column of the problem."""
+    """Number of replicas of each shape in `AssignmentProblem.columns`."""
     time_s: float
     least_s: float
     """Lower bound on the rollout time of any choice of replicas. Equal to `time_s`, unless the solver reached its time

@@ -2,9 +2,9 @@
 
 Each GPU holds the whole reward model and scores a trajectory in time t. For each choice, the other GPUs are planned
 with the scoring time of this choice. Three rules skip choices that cannot be better. First, a step takes at least N · t
-/ k, the time to score a batch of N trajectories. Second, when scoring no longer lengthens the step, a larger k only
-takes GPUs from the other roles. Third, the search begins at the smallest k with which scoring a batch takes no longer
-than a step takes without scoring.
+/ k, the time to score a batch of N trajectories. Second, if scoring with k GPUs does not lengthen the step, a larger k
+only takes GPUs from the other roles. Third, the search begins at the smallest k with which scoring a batch takes no
+longer than a step takes without scoring.
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, the search runs with three sets of pools: each GPU type with its
-    slowest links, each GPU type with its fastest links, and nodes that are alike. Each solution is placed on nodes with
-    fast links, and its step time is computed with the links that it uses. The plan with the shortest step is returned,
-    with a bound that assumes the fastest links.
+    If the nodes of a GPU type have different links, the search runs with up to three sets of pools: each GPU type with
+    its slowest links, each GPU type with its fastest links, and nodes that are alike. Each solution is placed on nodes
+    with fast links, and its step time is computed with the links that it uses. The plan with the shortest step is
+    returned, with a bound that assumes the fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)

@@ -1,13 +1,13 @@
 """Phase 1, training side: all training shapes on given pools, and their times.
 
 On each of its pools, a pipeline has `stages` stages. A stage has `dp` tensor-parallel groups of `tp` GPUs. All GPUs of
-a stage have the same type, and only the pipeline spans types (AReaL-Hex 4.2.1, Metis). Baton's trainer supports only
-the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. In a pipeline, the fastest GPU
-type is last, because the last stage has the output head. Layers are distributed to make the slowest stage as fast as
-possible, while all stages fit into memory.
+a stage have the same type, but the stages of a pipeline may have different types (AReaL-Hex 4.2.1, Metis). Baton's
+trainer supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. In a
+pipeline, the fastest GPU type is last, because the last stage has the output head. Layers are distributed to make the
+slowest stage as fast as possible, while all stages fit into memory.
 
 A mixed stage is another shape of Baton's trainer: one stage, whose data-parallel ranks are on several GPU types and
-train rows in proportion to their speeds (`mixed_stages.py` searches them).
+train trajectories in proportion to their speeds (`mixed_stages.py` searches them).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class BaseWeights:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies. Called after a whole model was loaded, which is the base of the next adapter."""
+        """Drop the copies. Called after a whole model was loaded; this model is the base of the next adapter."""
         self._kept.clear()
 
     @torch.inference_mode()

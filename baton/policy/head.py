@@ -100,7 +100,7 @@ def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor
 
 def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the float32 output of a linear layer. bfloat16 inputs and weights are first copied to float32 if gradients
-    are enabled or the device cannot multiply bfloat16 matrices with a float32 result."""
+    are enabled or `has_wide_products` is False for the device."""
     if states.dtype is torch.float32 or torch.is_grad_enabled() or not has_wide_products(states.device):
         return linear(states.float(), weight.float(), None if bias is None else bias.float())
     found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
@@ -109,8 +109,8 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a device can multiply bfloat16 matrices with a float32 result. CPUs and some ROCm builds of torch
-    cannot compute such products."""
+    """Return whether a device can compute the float32 product of two bfloat16 matrices. CPUs and some ROCm builds of
+    torch cannot."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)

@@ -61,7 +61,7 @@ def padded_scores(
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted, kept), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
-    # If the model has the argument `logits_to_keep`, it computes no logits before `first`.
+    # If `forward` has the argument `logits_to_keep`, the model computes no logits before position `first`.
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if can_keep else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
@@ -80,8 +80,8 @@ def packed_scores(
     entropy_has_gradient: bool = False,
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
-    """Score the tokens at `tokens.places` of concatenated rows, which have no padding. The scores have shape [N].
-    `kept`: sampling masks [N, ids].
+    """Score the tokens at the positions `tokens.places` of concatenated rows, which have no padding. The scores have
+    shape [N]. `kept`: sampling masks [N, ids].
 
     If the model does not use the attention of `packing.py`, transformers builds a mask from the positions to separate
     the rows, and rows must not share a prompt. Requires a head that `find_head` supports.
@@ -169,7 +169,7 @@ def compile_blocks(model: PreTrainedModel) -> None:
     for block in blocks:
         if block.gradient_checkpointing:
             # The block is compiled inside the checkpoint, because torch cannot compile a checkpoint with a
-            # `context_fn`. A recomputed block must save the same tensors as its forward pass.
+            # `context_fn`. The recomputation of a block must save the same tensors as its forward pass.
             block._gradient_checkpointing_func = partial(_compiled, block._gradient_checkpointing_func)
         else:
             block.compile(dynamic=True)

@@ -54,7 +54,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of this process's tensors on a CUDA device since the last call."""
+    """Return the peak bytes of this process's tensors on a CUDA device since this function was last called."""
     peak = int(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
     return peak

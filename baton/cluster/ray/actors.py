@@ -3,7 +3,7 @@
 Ray constructs actors from plain values and bytes. A worker is a child process of its actor. If the engine crashes the
 worker process, for example by a CUDA fault, the actor survives and reports the end of the worker's log. The worker
 process is an ordinary `baton worker` that joins the hub with a token. The worker process ends when the actor ends,
-because this closes its standard input. Ray ends the actor when the driver ends.
+because the end of the actor closes the worker's standard input. Ray ends the actor when the driver ends.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class WorkerActor:
         return self._process.pid
 
     def use_device(self, turn: str, timeout_s: float) -> int:
-        """Send a word of `cli.worker.TURNS` to the worker process, and return the bytes of device memory that its
+        """Send a command of `cli.worker.TURNS` to the worker process, and return the bytes of device memory that its
         engine then uses. Raises OSError if the process does not answer in time or ends. One call at a time."""
         left_s, answer = time_left(timeout_s), b""
         self._turns.settimeout(timeout_s)
@@ -211,8 +211,8 @@ class RankActor:
         return visible((self._gpu,))
 
     def take(self, path: str, begin: int) -> Any:
-        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. A piece shorter than
-        `PIECE_BYTES` is the last one; the file is then deleted."""
+        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. A result shorter than
+        `PIECE_BYTES` is the end of the file, which is then deleted."""
         import numpy as np
 
         data = np.fromfile(path, np.uint8, count=PIECE_BYTES, offset=begin)
@@ -226,7 +226,7 @@ class RankActor:
 
 
 class RewardActor:
-    """An actor that holds a reward model. All its methods run in one event loop, which scoring a batch blocks."""
+    """An actor that holds a reward model. Its methods share one event loop, and scoring a batch blocks this loop."""
 
     def __init__(self, directory: str, gpu: int) -> None:
         """directory: the controller's working directory, to which a model's relative path refers. gpu: index of the

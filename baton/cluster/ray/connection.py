@@ -27,8 +27,8 @@ NAMESPACE: Final = "baton"
 START_DEADLINE_S: Final = 120.0
 """Maximum seconds for Ray to grant the resources of a process and to start its actor."""
 GET_S: Final = 60.0
-"""Maximum seconds to fetch a result that Ray reports as ready. The machine with the result may have failed since
-then."""
+"""Maximum seconds to fetch a result that Ray reports as ready. The fetch may hang, because the machine with the result
+may have failed in the meantime."""
 
 
 class RayCluster:

@@ -35,7 +35,7 @@ workers may hang until its deadline."""
 
 
 class RayReplicas:
-    """Implements `RemoteReplicas`. A failed replica is started again as a whole, on machines of the same names."""
+    """Implements `RemoteReplicas`. A failed replica is restarted as a whole, on the machines with the same names."""
 
     server: type[ReplicaServer] = ReplicaServer
     """Class of the actors."""
@@ -58,8 +58,8 @@ class RayReplicas:
         self._closed = Event()
 
     def build(self, index: int, start: Start, direct: DirectTransfer) -> RemoteReplica:
-        """Start a replica, for the first time or again. Raises the errors of vLLM's start, EngineFault and
-        DeadlineExceeded."""
+        """Start a replica, for the first time or again. Raises EngineFault, DeadlineExceeded, or the error with which
+        vLLM's start failed."""
         if not self._has_begun:
             self._has_begun = True
             for each in range(len(self._specs)):
@@ -146,7 +146,7 @@ class _RayReplica(RemoteReplica):
             self._further.append(_Further(f"{spec.name} on {part.machine}", actor, started))
 
     def await_start(self) -> None:
-        """Wait until vLLM has started. Raises the error that the actor reports, EngineFault and DeadlineExceeded."""
+        """Wait until vLLM has started. Raises EngineFault, DeadlineExceeded, or the error that the actor reports."""
         try:
             self._get(self._group.ready, START_DEADLINE_S)
         except DeadlineExceeded as error:

@@ -50,7 +50,7 @@ class RayRun:
     """The arguments of one `baton train --ray` command."""
 
     load: Callable[[Sequence[str]], Recipe]
-    """Function from overrides to the recipe with these overrides."""
+    """Function that returns the recipe with the given overrides."""
     plan: Path
     address: str
     resume: bool = False
@@ -92,7 +92,7 @@ class _RayAttempts:
         """Machine id → name of the machine in the plan."""
 
     def run(self) -> Loop:
-        """Start attempts until one of them ends without the loss of a rank; return the loop of this attempt."""
+        """Start attempts until one of them ends without the loss of a rank; return the loop of that attempt."""
         restarts = 0
         while True:
             try:
@@ -215,8 +215,8 @@ class _RayAttempts:
         return self.order.load(overrides)
 
     def _replicas(self, recipe: Recipe, placement: Placement, machines: Mapping[str, Machine]) -> RayReplicas | None:
-        """Return the engines of a run with direct transfers; None if workers load versions from the store. Raises
-        UserError for a plan or a recipe with which direct transfers were never tested."""
+        """Return the engines of a run with direct weight transfers; None if workers load versions from the weight
+        store. Raises UserError for a plan or a recipe with which direct transfers were never tested."""
         got, rank, workers = recipe.weights.transport, placement.ranks[0], placement.workers
         if got == "store":
             return None

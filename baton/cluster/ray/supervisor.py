@@ -5,7 +5,7 @@
 | supervisor | ends of actors, nodes, the clock | events; starts and ends | an actor's end | Ray, or half a second |
 | planner    | machines, the current plan       | the next plan           | the solver     | its time limit        |
 
-The threads of the hub and the controller only read worker weights (`WorkerJoined.weight`) and the recorded fault. In a
+The threads of the hub and the controller only read worker speeds (`WorkerJoined.weight`) and the recorded fault. In a
 colocated run, the controller's thread also makes workers free the memory of their GPUs and allocate it again (`sleep`,
 `wake_up`). `_lock` protects the state that both the controller's thread and the supervisor's thread change.
 """
@@ -160,12 +160,12 @@ class RayWorkerSupervisor:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory in bytes of the engine that uses the most."""
+        """Largest amount of device memory, in bytes, that any of these workers' engines uses."""
         return max(self._take_turn("held"), default=0)
 
     def _take_turn(self, turn: str) -> list[int]:
         """Send `sleep`, `wake` or `held` to the workers on GPUs of ranks; return the device memory in bytes that each
-        of these workers then uses. A worker that does not answer within `rollout.stall_timeout_s` is ended."""
+        worker then uses. A worker that does not answer within `rollout.stall_timeout_s` is ended."""
         ray, limit_s = self._cluster.ray, self._planner.recipe.rollout.stall_timeout_s
         with self._lock:
             sharing = {name: running for name, running in self._running.items() if running.spec.ranks}
