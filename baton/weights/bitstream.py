@@ -1,9 +1,9 @@
 """Writes numbers and byte streams one after another into a block, and reads them back. A stream is compressed with zstd
 if compression makes it smaller.
 
-    number   7 bits per byte, the lowest bits first; the eighth bit is set if another byte follows (LEB128)
-    stream   shorter than 16 bytes: the raw bytes
-             otherwise: the number of compressed bytes and these bytes, or the number 0 and the raw bytes
+* A number has 7 bits per byte, the lowest bits first. The eighth bit of a byte is set if another byte follows (LEB128).
+* A stream shorter than 16 bytes is written as it is.
+* Before a longer stream, the number of its compressed bytes is written, or 0 if the stream is not compressed.
 
 The reader knows the length of each stream in advance, so a damaged block cannot make the reader allocate too much
 memory.
@@ -103,7 +103,7 @@ class BitReader:
         except zstandard.ZstdError as error:
             raise WeightsFault(f"an encoded part is damaged: {error}") from error
         if len(data) != size:
-            # `read` stops after size + 1 bytes, so the length of a longer stream is unknown here.
+            # `read` returns at most size + 1 bytes, so the message cannot state the length of a longer stream.
             raise WeightsFault(f"an encoded part is damaged: a stream does not have the expected {size} bytes")
         return np.frombuffer(data, np.uint8)
 

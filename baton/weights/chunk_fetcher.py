@@ -32,7 +32,8 @@ class FetchStats:
     bad_sources: set[str] = field(default_factory=set)
     """Names of the sources that sent wrong data. A source that failed without sending data is not included."""
     num_steps: int = 0
-    """Number of encodings, one per version, that the fetch had to decode one after another; 0 if it needed no chunk."""
+    """Number of encodings that the fetch applies one after another; each encoding produces one version. 0 if the fetch
+    needed no chunk."""
     seconds: float = 0.0
 
     @property

@@ -1,11 +1,10 @@
 """Encodes a part (a byte range of a version's flat buffer) as the difference to the same part of the base version.
-Decoding is bit-exact for every dtype.
+Decoding is bit-exact for every dtype. There are four codings of a part:
 
-    coding  content
-    same    nothing: all elements equal those of the base
-    sparse  the positions of the changed elements (`magnitude_buckets.py`, `rice.py`) and their differences
-    dense   the differences of all elements
-    full    the elements
+* "same" has no content: all elements equal those of the base.
+* "sparse" contains the positions of the changed elements (`magnitude_buckets.py`, `rice.py`) and their differences.
+* "dense" contains the differences of all elements.
+* "full" contains the elements themselves.
 
 The difference of two elements is the difference of their bit patterns as integers, modulo 2^bits. A weight that changed
 to the next representable number has the difference ±1. NaN, infinities and -0.0 need no special case. The result of
@@ -30,10 +29,11 @@ Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 _SPARSE_BELOW: Final = {1: 2.0, 2: 2.0, 4: 0.6, 8: 0.6}
-"""Bytes of a word → fraction of changed elements up to which `encode` tries "sparse".
+"""Number of bytes of a word → maximum fraction of changed elements for which `encode` tries "sparse". With the value
+2.0, `encode` always tries "sparse".
 
-If many wide elements changed, their differences are large, so that "dense" is as short as "sparse", and faster. 2.0
-means that "sparse" is always tried."""
+If many elements of 4 or 8 bytes changed, their differences are large. "dense" is then as short as "sparse", and faster.
+"""
 _DENSE_ABOVE: Final = 0.25
 """Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
 _BLOCK: Final = 2**18
@@ -152,7 +152,7 @@ def _rotated(words: Words, right: int) -> Words:
 
 def _planes(words: Words, value: Callable[[slice], Words]) -> Pieces:
     """Return the encoded values: a stream of the highest bytes of all words, then a stream of the next bytes, and so
-    on. `value`: function that returns the values in a slice of `words`."""
+    on. `value`: function that returns the values to encode for a slice of `words`."""
     planes = [np.empty(words.size, np.uint8) for _ in range(words.itemsize)]
     for block in _blocks(words.size):
         found = value(block)
@@ -187,9 +187,9 @@ def _blocks(size: int) -> Iterator[slice]:
 def _write_steps(writer: BitWriter, steps: Words) -> None:
     """Append the nonzero differences `steps`: their signs, then their magnitudes in Elias gamma code (1975).
 
-    The gamma code of an n-bit magnitude has n - 1 flags that mean "one more bit", and then the bits below the highest
-    bit. The i-th flags of all magnitudes form a mask. If nearly all or nearly no flags of a mask are set, `write_mask`
-    takes less than one bit per flag.
+    The gamma code of an n-bit magnitude has n flags, which state the number of bits, and then the n - 1 bits below the
+    highest bit. The first flags of all magnitudes are written as one mask, then the second flags as another mask, and
+    so on. If nearly all or nearly no flags of a mask are set, `write_mask` takes less than one bit per flag.
     """
     one = steps.dtype.type(1)
     is_negative = (steps >> steps.dtype.type(steps.itemsize * 8 - 1)) == one

@@ -1,15 +1,16 @@
 """The worker's side of weight transfer: a fetch either replaces the version that the worker holds with the requested
-version, or changes nothing.
+version, or changes nothing. A fetch has five steps:
 
-    plan      follow manifests from the requested version to the held version or a keyframe; choose the fewest bytes
-    fetch     get chunks from the sources and verify each before use (`chunk_fetcher.py`)
-    stage     decode the parts into a copy of the held bytes
-    verify    compare every tensor of the copy with its digest
-    switch    hold the copy
+1. Follow manifests from the requested version back to the held version or a keyframe. Choose the encodings with the
+   fewest bytes.
+2. Get the chunks of these encodings from the sources, and verify each chunk before use (`chunk_fetcher.py`).
+3. Decode the parts into a copy of the held bytes.
+4. Compare every tensor of the copy with its digest.
+5. Hold the copy instead of the old version.
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. The
-held version and its copy are memory-mapped files (`flat_buffer.py`); a fetch needs memory for four chunks, and for one
-part more than there are decoding threads (`CODERS`).
+held version and its copy are memory-mapped files (`flat_buffer.py`). In addition, a fetch needs memory for four chunks
+and for n + 1 parts, where n is the number of decoding threads (`CODERS`).
 """
 
 from __future__ import annotations

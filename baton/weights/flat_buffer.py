@@ -23,7 +23,8 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
-    """Return the layout of a version with these entries, which determines each tensor's position in the flat buffer."""
+    """Return the layout of a version with these entries. The layout determines each tensor's position in the flat
+    buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
@@ -91,7 +92,7 @@ def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str
 
 
 def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, str]:
-    """Return name → digest of the tensor's bytes."""
+    """Return the digest of each tensor's bytes, by the tensor's name."""
     ends = list(accumulate(entry.num_bytes for entry in entries))
 
     def digest(place: tuple[TensorEntry, int]) -> str:

@@ -5,10 +5,11 @@ An optimiser moves every weight by about the learning rate, and representable nu
 bfloat16 at small learning rates, 1 % of the weights account for a third of all changes. The positions of changed
 elements are therefore encoded separately for each bucket.
 
-Publisher and receiver both have the base version, so only the limits of the buckets are sent. A limit is compared with
-the highest byte of an element after its sign bit has been shifted out. For bfloat16 and float32, this byte is the
-exponent. The first bucket contains the elements below the first limit. The second bucket contains the elements between
-the two limits. Changed elements in no bucket are encoded by their positions among all elements.
+Publisher and receiver both have the base version, so only the limits of the buckets are sent. The magnitude of an
+element is a number from 0 to 255: the element is shifted left by one bit, which removes its sign, and the highest byte
+of the result is taken. For bfloat16 and float32, this byte is the exponent. The first bucket contains the elements
+whose magnitude is below the first limit. The second bucket contains the elements whose magnitude is between the two
+limits. Changed elements in no bucket are encoded by their positions among all elements.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_BANDS: Final = 2
 _SAMPLED: Final = 2**15
 """Number of elements that are sampled to estimate the sizes of buckets."""
 _BAND_BITS: Final = 160.0
-"""Approximate number of bits that each bucket costs in addition to its positions."""
+"""Approximate number of bits of each bucket, not counting its positions."""
 
 
 def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
@@ -73,7 +74,7 @@ def bucket_limits(base: Words, changed: NDArray[np.uint8]) -> list[int]:
 
 
 def magnitudes(words: Words) -> NDArray[np.uint8]:
-    """Return the highest byte of each word after its sign bit has been shifted out."""
+    """Return the magnitude of each word: its highest byte after a left shift by one bit, which removes the sign."""
     shifted = (words << words.dtype.type(1)) >> words.dtype.type(words.itemsize * 8 - 8)
     found: NDArray[np.uint8] = shifted.astype(np.uint8)
     return found

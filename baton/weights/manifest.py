@@ -88,8 +88,8 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The encoded bytes of a version's flat buffer: of the whole buffer, or of its difference to the flat buffer of the
-    version `base` (a delta)."""
+    """The encoded bytes of a version's flat buffer. A whole encoding contains the buffer itself. A delta contains the
+    difference between the buffer and the flat buffer of another version, `base`."""
 
     base: PolicyVersion | None
     """The version that the delta requires; None for a whole encoding."""
@@ -111,7 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ways: tuple[Encoding, ...]
     """One or two encodings: at most one without a base and at most one with a base."""
     is_adapter: bool = False
-    """Whether the tensors are an adapter, which engines merge into the model from which the run started."""
+    """Whether the tensors are an adapter. Engines merge an adapter into the run's initial model."""
     format: int = FORMAT
     expects_whole: bool | msgspec.UnsetType = msgspec.UNSET
     """True in the manifest of a keyframe whose whole encoding is still being stored. Once the whole encoding is stored,
@@ -127,7 +127,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kind(self) -> Kind:
-        """Return "adapter", "anchor" or "delta". "anchor" is a keyframe, which is a version with a whole encoding."""
+        """Return "adapter" for an adapter, "anchor" for a version with a whole encoding (a keyframe), or "delta" for a
+        version with only a delta."""
         if self.is_adapter:
             return "adapter"
         return "delta" if self.whole is None else "anchor"
@@ -244,8 +245,8 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
         is_size = 0 < part.num_bytes <= MAX_PART_BYTES and part.num_bytes % part.word == 0
         _require(is_size, f"a part of {part.num_bytes} bytes")
-        # An encoding of incompressible data is longer than the part, because it also contains the lengths of streams,
-        # which take far less than 2^16 bytes.
+        # If data is incompressible, its encoding is longer than the part, because the lengths of streams are added.
+        # These lengths take far less than 2^16 bytes.
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
         last_word = part.word

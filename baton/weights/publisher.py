@@ -86,11 +86,12 @@ class Publisher:
     ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
-        `when_shared`: called with the mapped tensors when the version's file is complete, before the version is encoded
-        and stored for other machines. `when_stored`: called once when other machines can fetch the version. A keyframe
-        with a delta can be fetched before its whole encoding is stored. `later`: called with a function that stores the
-        whole encoding of such a keyframe. The function must be called once, in any thread, and may run while further
-        versions are published. If `later` is None, the whole encoding is stored before this method returns.
+        `when_shared`: called with the mapped tensors as soon as the version's file is complete. The version is encoded
+        and stored for other machines after this call. `when_stored`: called once when other machines can fetch the
+        version. `later`: other machines can fetch a keyframe with a short delta before its whole encoding is stored.
+        For such a keyframe, this method passes a function to `later` and returns. The function stores the whole
+        encoding; it must be called once, in any thread, even while further versions are published. If `later` is None,
+        this method stores the whole encoding before it returns.
 
         If the trainer wrote `tensors` to a file, the publisher uses the digests that the trainer computed while
         writing. Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the

@@ -105,7 +105,8 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
     """Read `count` gaps, and return the resulting positions. Raises WeightsFault unless all positions are below `n`."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)
-    # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the sum of gap + 1 over all gaps is at most n.
+    # A gap takes (gap >> k) + 1 unary bits, which is at most gap + 1. The sum of gap + 1 over all gaps is at most n, so
+    # a valid code has at most n unary bits.
     ones = np.flatnonzero(reader.bits(reader.number(n)))
     _require(ones.size == count)
     k = np.repeat(ks, _BLOCK)[:count]

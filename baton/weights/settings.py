@@ -36,14 +36,15 @@ class WeightsSettings(Settings):
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
     files: str | None = None
-    """Existing directory for the files of versions, which processes on this machine map. Its file system needs space
-    for three versions, and for the versions that a swarm keeps to verify workers' tokens. The default is the run's
-    directory. "/dev/shm" keeps the files in memory."""
+    """Directory for the files of versions, from which processes on this machine map the weights. The directory must
+    exist. Its file system needs space for three versions. In a swarm, it also needs space for the versions with which
+    the hub verifies workers' tokens. The default is the run's directory. "/dev/shm" keeps the files in memory."""
     keep: int = Field(default=20, ge=1)
     """Number of recent versions that are retained. An older version is deleted when no worker has or needs it."""
 
     def published_in(self, engine_dtype: DTypeChoice) -> DTypeName:
-        """Return the dtype of published versions if engines compute in `engine_dtype`, which must not be "auto"."""
+        """Return the dtype of published versions: `dtype` or, if `dtype` is "auto", the dtype in which engines compute
+        (`engine_dtype`). The result must not be "auto"."""
         found = engine_dtype if self.dtype == "auto" else self.dtype
         assert found != "auto", "the start of a run replaces the dtype auto"
         return found

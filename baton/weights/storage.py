@@ -27,7 +27,7 @@ seconds longer."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
-"""Maximum number of concurrent calls. A call that has timed out still counts until it returns."""
+"""Maximum number of concurrent calls. A call that has timed out counts as concurrent until it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Storage(Protocol):
         """Write a file atomically: readers see the old or the new file. Raises StorageFault if writing fails."""
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
-        """Return at most `limit` bytes from `offset` on, plus one if the file is longer. Raises OSError if there is no
-        file."""
+        """Return the bytes from `offset` to the end of the file, but at most `limit` + 1 bytes. If `limit` + 1 bytes
+        are returned, the file is longer than the caller accepts. Raises OSError if there is no file."""
 
     def size(self, name: str) -> int | None:
         """Return a file's size in bytes, or None if there is no such file."""

@@ -3,9 +3,9 @@
     chunks/3f09…                       a chunk, under its own digest; written once, never changed
     versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
-One process writes to a store, and any number of processes may read it. A chunk that no manifest names belongs to a
-version that is being written, or was left by a dead process; of these chunks, `collect` removes only those of dead
-processes. `collect` never removes files that are neither chunks nor manifests.
+One process writes to a store, and any number of processes may read it. If no manifest names a chunk, either the chunk
+belongs to a version that is being written, or a dead process has left it. `collect` removes the chunks that dead
+processes have left. `collect` never removes files that are neither chunks nor manifests.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Store:
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a reader of a version's unverified manifest. The whole manifest is read at once, because meanwhile a
-        longer manifest may replace a keyframe's manifest. Raises OSError if the version is not published."""
+        """Return a reader of a version's unverified manifest. This call reads the whole manifest, because a longer
+        manifest may replace the file while the reader is in use. Raises OSError if the version is not published."""
         return ByteReader.of(self.read_manifest(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
@@ -126,10 +126,10 @@ class Store:
     def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
         """Remove the files that no machine needs any more; return the number of removed files.
 
-        `live`: versions that a worker has or requests. `collect` keeps the `live` versions, and the latest `keep`
-        versions of the lineage that was published last (of every lineage, if this process has published no version). If
-        a kept version has only a delta, earlier versions back to a keyframe are kept too. A manifest is removed before
-        its chunks, so a visible version always has its data.
+        `live`: versions that a worker has or requests. `collect` keeps the `live` versions. It also keeps the latest
+        `keep` versions of the lineage in which this process published last or, if this process has published no
+        version, the latest `keep` versions of every lineage. If a kept version has only a delta, earlier versions back
+        to a keyframe are kept too. A manifest is removed before its chunks, so a visible version always has its data.
         """
         with self._lock:
             kept = self._needed(list(live), keep)
@@ -143,7 +143,7 @@ class Store:
             return len(doomed)
 
     def _needed(self, live: list[PolicyVersion], keep: int) -> dict[tuple[str, int], Manifest]:
-        """Return (lineage, number) → manifest, for all versions to keep."""
+        """Return the manifests of all versions to keep, by lineage and number."""
         by_lineage: dict[str, list[int]] = {}
         for version in self.versions():
             by_lineage.setdefault(version.lineage, []).append(version.number)

@@ -1,8 +1,8 @@
-"""Files of policy versions on this machine, from which a process maps a version instead of holding it in memory.
+"""Files of policy versions on this machine. A process maps a version's file instead of holding the version in memory.
 
-    FlatFile       one flat buffer, written piece by piece and mapped for reading
-    TensorsOfFile  the tensors of a safetensors file that a publisher on this machine may adopt
-    VersionFiles   the latest versions as safetensors files, which the run's workers on this machine map too
+* `FlatFile` is a flat buffer that is written piece by piece and mapped for reading.
+* `TensorsOfFile` has the tensors of a safetensors file that a publisher on this machine may adopt.
+* `VersionFiles` stores the latest versions as safetensors files. The run's workers on this machine map these files too.
 
 Mapped pages belong to the system's file cache: the system writes them to the disk and evicts them if memory is short.
 """
@@ -38,7 +38,7 @@ class TensorsOfFile(dict[str, torch.Tensor]):
     """The mapped tensors of a safetensors file. The file is deleted together with this object."""
 
     def __init__(self, path: Path, digests: Mapping[str, str]) -> None:
-        """digests: name → digest of the tensor, as the writer of the file has computed it."""
+        """`digests`: the digest of each tensor by name, computed by the writer of the file."""
         super().__init__(load_file(path))
         self.path, self.digests = path, digests
         weakref.finalize(self, _remove, path)
@@ -75,14 +75,15 @@ class FlatFile:
         self._lent: weakref.ref[Bytes] | None = None
 
     def lend(self) -> Bytes:
-        """Return the mapped bytes for tensors that other code may keep."""
+        """Return the mapped bytes. The caller makes tensors from these bytes, and other code may keep the tensors."""
         lent = self.bytes.view()
         self._lent = weakref.ref(lent)
         return lent
 
     @property
     def is_lent(self) -> bool:
-        """True while the bytes that the last `lend` returned are still in use, so that the file must not change."""
+        """True while the bytes that the last `lend` returned are still in use. During this time, the file must not
+        change."""
         return self._lent is not None and self._lent() is not None
 
     @classmethod
@@ -188,7 +189,7 @@ def _header_in(path: Path) -> bytes:
 
 
 def _places(header: bytes) -> dict[str, Any]:
-    """Return name → dtype, shape and offsets of each tensor that a header describes."""
+    """Return the dtype, the shape and the offsets of each tensor in a header, by the tensor's name."""
     found: dict[str, Any] = msgspec.json.decode(header[8:])
     found.pop("__metadata__", None)
     return found

@@ -34,7 +34,8 @@ COLOURS = {
     "checkpoint": "--s5,#56b4e9",
     "prefill": "--s5,#56b4e9",
 }
-"""Activity other than generation → its colour: a CSS variable of the page, and a value for SVGs outside of pages."""
+"""The colour of each activity except generation. Each value names a CSS variable of the page, and a fallback colour for
+SVGs that are not part of a page."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
 """RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 
@@ -66,7 +67,8 @@ def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) 
     if not len(moments):
         return np.zeros(count)
     level = np.cumsum(change)
-    # busy slot-seconds up to each moment; between moments they grow linearly, so interpolation is exact
+    # Number of busy slot-seconds before each moment. The number of busy slots is constant between two moments, so
+    # linear interpolation is exact.
     seconds = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(moments))))
     means: NDArray[np.float64] = np.diff(np.interp(edges, moments, seconds)) / max(1e-12, (end_s - begin_s) / count)
     return means

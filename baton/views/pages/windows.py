@@ -32,12 +32,12 @@ class Window:
 
     title: str
     spans: Sequence[Span]
-    """All spans of the uninterrupted part of the trace that contains the window."""
+    """All spans of one uninterrupted part of the trace: the part that contains the window."""
     steps: Sequence[TracedStep]
     begin_s: float
     end_s: float
     zero_s: float
-    """Start of this uninterrupted part: the zero of the time axis."""
+    """The zero of the time axis: the start of the uninterrupted part."""
 
 
 def steps_of(spans: Sequence[Span]) -> list[TracedStep]:

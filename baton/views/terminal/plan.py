@@ -116,7 +116,8 @@ def _roles(plan: Plan) -> Table:
 
 
 def training_shape(plan: Plan, stage: Stage) -> str:
-    """Return the parallel shape of a trainer stage as text; for mixed GPU types, the shape of one type's part."""
+    """Return the parallel shape of a trainer stage as text. If the trainer is a mixed stage, `stage` is the part of one
+    GPU type, and the text describes this part."""
     training = plan.training
     if not training.is_mixed:
         return f"dp {stage.dp} · tp {stage.tp}"
@@ -134,7 +135,8 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return throughput, its ratio to that of `reference`, price per hour, and price per million trained tokens."""
+    """Return four cells of a table: the plan's throughput, the ratio of this throughput to that of `reference`, the
+    price per hour, and the price per million trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",
@@ -152,8 +154,8 @@ def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
 
 
 def memory(part: Stage | Replica | RewardStage) -> str:
-    """Return the needed and the available memory per GPU in GB. Return `as measured` for a plan from measured rates
-    (`--rates`), which have no memory model."""
+    """Return the needed and the available memory per GPU in GB, as text. A plan from measured rates (`--rates`) has no
+    memory model; its text is `as measured`."""
     if not part.memory_bytes:
         return "as measured"
     return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"

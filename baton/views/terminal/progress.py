@@ -36,7 +36,8 @@ class _StepsProgress(Progress):
 
 
 class SftProgress(_StepsProgress):
-    """Shows the loss of a warm start: in a bar on a terminal, otherwise in `LINES` lines."""
+    """Shows the progress and the loss of a warm start. A terminal shows a bar; elsewhere, about `LINES` lines are
+    printed."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
         columns = (
@@ -103,7 +104,8 @@ class TerminalObserver(_StepsProgress):
 
 
 def _replicas(metrics: Mapping[str, float]) -> str:
-    """Return text about the slowest replica and the replicas that serve an older version; empty without replicas."""
+    """Return text that names the slowest replica and the replicas that serve an older version. The text is empty if
+    there are no replicas."""
 
     def values(name: str) -> dict[str, float]:
         found = ((key.split("/"), value) for key, value in metrics.items() if key.startswith("replicas/"))

@@ -18,7 +18,8 @@ from baton.errors import WeightsFault
 _dist: Any = torch.distributed
 """`torch.distributed` as `Any`, because torch does not declare the types of stores and of process-group options."""
 _OPEN = "open"
-"""Key in the TCP store, under the name of a communicator. The key exists until the sender closes the communicator."""
+"""Key in the TCP store. Each communicator has such a key, with the communicator's name as its prefix. The sender
+deletes the key when it closes the communicator."""
 
 
 class Rendezvous:
@@ -41,8 +42,8 @@ class Rendezvous:
         return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
 
     def close(self, name: str) -> None:
-        """Withdraw a communicator, so that a late `join_replica` fails at once, for example in a replica that was
-        suspended."""
+        """Withdraw a communicator. If a replica calls `join_replica` later, for example because it was suspended, the
+        call fails at once."""
         _dist.PrefixStore(name, self._store).delete_key(_OPEN)
 
 

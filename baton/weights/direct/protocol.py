@@ -144,7 +144,7 @@ class ReplicaState:
     """The version that the replica serves; None while its weights are incomplete."""
     sending: PolicyVersion | None = None
     base: PolicyVersion | None = None
-    """The version that the replica served before `sending`; None if its weights were incomplete."""
+    """The version that the replica served when the transfer of `sending` began; None if its weights were incomplete."""
     deadline_s: float | None = None
     """Time at which the running phase counts as failed. After a failure, the time at which the next attempt starts."""
     failures: int = 0
@@ -249,8 +249,8 @@ class DirectSync:
         return [] if state is None else [CloseGroup(name, state.generation)]
 
     def _timer(self) -> list[Command]:
-        """Return a timer for the earliest deadline; nothing if a timer for this or an earlier time is already
-        running."""
+        """Return a command that starts a timer for the earliest deadline. Return no command if a running timer ends at
+        this deadline or earlier."""
         deadlines = [state.deadline_s for state in self.replicas.values() if state.deadline_s is not None]
         if not deadlines or (self._timer_s is not None and self._timer_s <= min(deadlines)):
             return []

@@ -116,7 +116,8 @@ class RemoteCommunicator:
 
 
 class _Recorder:
-    """The `ReplicaLink` of communicators on rank 0: records calls, which the control process then makes."""
+    """The `ReplicaLink` of a communicator on rank 0. It only records calls to the replica; the control process makes
+    these calls."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -126,7 +127,7 @@ class _Recorder:
         self.calls.put(info)
 
     def take(self, future: Future[Any], timeout_s: float) -> dict[str, Any]:
-        """Wait for the next call that the thread of `future` records, and return the argument of this call. Raises
+        """Wait until the thread of `future` records its next call, and return the argument of this call. Raises
         WeightsFault if the thread fails."""
         left_s = time_left(timeout_s)
         while (left := left_s()) > 0:

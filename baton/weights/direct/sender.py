@@ -78,7 +78,7 @@ class DirectSender:
         self._versions: dict[PolicyVersion, OutgoingVersion | RemoteVersion] = {}
         """The last offered version, and older versions that are still being sent."""
         self._previous: OutgoingVersion | None = None
-        """The version relative to which the next version's difference will be computed."""
+        """The version that was offered last: the base of the next version's difference. None without `is_sparse`."""
         self.sent_bytes = 0
         """Bytes of all complete streams."""
         self._timer: Timer | None = None
@@ -234,7 +234,7 @@ class DirectSender:
 
 
 class GlooTransport:
-    """Builds communicators over gloo with replicas whose transfer engine in vLLM is Baton's `baton_gloo`."""
+    """Builds communicators over gloo. vLLM on the replicas must use Baton's transfer engine, `baton_gloo`."""
 
     def __init__(self, host: str) -> None:
         """`host`: the address at which replicas reach this machine."""

@@ -19,10 +19,12 @@ class DirectTransfer:
     source: Any = None
     """The ranks that send the tensors (`RemoteSource`); None if the trainer is in this process."""
     versions: Any = None
-    """The versions that several replicas of a run share (`DirectVersions`); None for one engine."""
+    """The object that sends each version to all replicas of a run (`DirectVersions`); None if the run has one
+    engine."""
     host: str = "127.0.0.1"
     """Address at which the engines reach the trainer."""
     is_remote: bool = False
-    """True if the engine's own process neither sends the versions nor calls the transfer methods of vLLM's workers."""
+    """True if another process, not the engine's own, sends the versions and calls the transfer methods of vLLM's
+    workers."""
     replica: str = "the vLLM engine"
     """Name of the engine in transfers and messages."""

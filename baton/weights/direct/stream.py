@@ -30,12 +30,13 @@ BUCKET_BYTES: Final = 256 * 2**20
 BUCKET_TENSORS: Final = 512
 """Maximum number of tensors per bucket, which bounds the size of a bucket's description (`Bucket.info`)."""
 NUM_CHANGED: Final = "num_updates_list"
-"""Key of a bucket's description (vLLM's name): number of changed elements of each tensor. Absent for whole tensors."""
+"""Key in the description of a bucket; vLLM defines its name. The value lists the number of changed elements of each
+tensor. A bucket of whole tensors does not have this key."""
 ABORT: Final = "abort"
-"""Key of an update that ends an unfinished transfer."""
+"""An update with this key contains no tensors: it ends an unfinished transfer."""
 PIECE_WORDS = 2**15
 """Number of words whose checksum a CPU computes in one operation. Torch would divide a larger operation among its
-threads, whose synchronisation takes long on a busy machine."""
+threads, and on a busy machine it takes long to synchronise the threads."""
 _ODD: Final = 0x9E3779B97F4A7C15 - 2**64
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,7 +53,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(min(size, words.numel()), dtype=torch.int64, device=tensor.device).mul_(2).add_(1).mul_(_ODD)
     for begin in range(0, words.numel(), size):
         piece = words[begin : begin + size].to(torch.int64)
-        # `weights` are those of the first piece; this piece has the weights of the first plus 2 · begin · c
+        # `weights` has the factors (2i + 1) · c of the first piece. In the current piece, each factor is larger by
+        # 2 · begin · c.
         total += piece.sum() * (2 * begin) * _ODD + (piece * weights[: piece.numel()]).sum()
     return total
 
@@ -78,7 +80,8 @@ def _piece_words(tensor: torch.Tensor) -> int:
 def patch_checksum(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the checksum of a tensor of `numel` elements that has `values` at `indices` (int64) and is NaN elsewhere.
 
-    Only the given elements are read: all other words are equal, and Σ (2i + 1) over all i < n is n².
+    Only the given elements are read. If all n words were NaN, the checksum would be NaN · n² · c, because the sum of
+    (2i + 1) over all i < n is n². The function adds the differences between the given words and NaN to this checksum.
     """
     nan = int(_words(torch.full((1,), math.nan, dtype=values.dtype)))
     all_nan = (nan * numel**2 * _ODD + 2**63) % 2**64 - 2**63
@@ -95,7 +98,7 @@ class Bucket:
     info: Mapping[str, Any]
     """Description of the bucket: plain values, with the names that vLLM's transfer engines use."""
     remote_bytes: int = 0
-    """Size in bytes if another process holds the bucket's tensors; `tensors` is then empty."""
+    """Size of the bucket in bytes if another process holds its tensors, so that `tensors` is empty; otherwise 0."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +106,8 @@ class Bucket:
 
 
 def whole_bucket(tensors: Mapping[str, torch.Tensor], place: Mapping[str, Any]) -> Bucket:
-    """Return a bucket of whole tensors. `place`: index, number of buckets, version and base, as in `Bucket.info`."""
+    """Return a bucket of whole tensors. `place`: the bucket's index, the number of buckets, the version and its base;
+    these values become part of `Bucket.info`."""
     info = {
         "names": list(tensors),
         "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
@@ -135,7 +139,8 @@ class OutgoingVersion:
         return self._difference if self._difference and base == self._base else self._whole
 
     def without_difference(self) -> OutgoingVersion:
-        """Return this version without its difference, to save memory, as the base of the next version."""
+        """Return this version as the base of the next version. To save memory, the result does not contain the
+        difference to this version's own base."""
         return OutgoingVersion(self.tensors, self.version, bucket_bytes=self._bucket_bytes)
 
     @cached_property
@@ -246,7 +251,7 @@ class IncomingVersion:
         self._incoming = ""
         """The version of the current transfer."""
         self._expected: dict[str, int] = {}
-        """Checksums, by name, of those tensors of the current bucket that the loader has not received yet."""
+        """Tensors of the current bucket that the loader has not received yet: the checksum of each tensor, by name."""
 
     @property
     def is_receiving(self) -> bool:
