@@ -1,7 +1,8 @@
 """Stop requests by signal, and the two ways in which a stop request ends a wait.
 
-A wait that must leave consistent state calls `check` about once a second. A wait that may end at any instruction (the
-start of a run, loading a version) runs inside `with stop.interrupting()`, in which the signal handler raises Stopped.
+Some waits must end in a consistent state. They call `check` about once a second. Other waits may be interrupted at any
+instruction, for example the start of a run. They run inside `with stop.interrupting()`, in which the signal handler
+raises Stopped.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class StopRequest:
     """A context manager that handles SIGINT and SIGTERM.
 
     The first signal requests a clean stop, and a later Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored,
-    because a cluster scheduler may send several before it kills the process. Outside the main thread, where Python
-    allows no signal handlers, only `request` requests a stop.
+    because a cluster scheduler may send several before it kills the process. Python allows signal handlers only in the
+    main thread. In other threads, the context manager installs no handlers, and only `request` can request a stop.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
@@ -53,7 +54,7 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop as a signal with this number does; 0 means that no signal was received."""
+        """Request a stop, as if the signal `number` had arrived. 0 means that no signal has arrived."""
         if self.signal is None:
             self.signal = number
             self._say(

@@ -23,8 +23,8 @@ class TokenColumn(Sequence[_T]):
     """One value per token: a read-only view of a buffer that only grows.
 
     `appended` adds values to the buffer and returns a longer view, so the views of a growing trajectory share one
-    buffer. The length of a view never changes. An `array` as buffer needs 4 bytes per token id or 8 bytes per logprob,
-    and at most 1/16 more as room for growth.
+    buffer. The length of a view never changes. If the buffer is an `array`, it takes 4 bytes per token id or 8 bytes
+    per logprob, plus at most 1/16 of this size as room for growth.
     """
 
     __slots__ = ("_buffer", "_start", "_stop")
@@ -186,7 +186,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A maximal run of tokens from one engine call under one policy version, or one insertion by the environment."""
+    """A maximal run of tokens that one engine call generated under one policy version, or the tokens of one insertion
+    by the environment."""
 
     token_ids: Sequence[int]
     """[L_segment] The constructor converts any sequence with one value per token to a `TokenColumn`."""
@@ -197,9 +198,9 @@ class Segment(msgspec.Struct, frozen=True):
     """Number of the version whose weights computed the logits of these tokens."""
     author: Author = Author.POLICY
     routing: Sequence[bytes] = ()
-    """[L_segment] Experts selected at the position that computed each token's logits: [routers × experts per token],
-    one byte per expert, or two if a router has more than 256 experts. Empty unless the model is a mixture of experts
-    and the engine reports its routing."""
+    """[L_segment] For each token, the experts that were selected at the position that computed the token's logits:
+    [routers × experts per token]. Each expert takes one byte, or two bytes if a router has more than 256 experts. Empty
+    if the model is not a mixture of experts, or if the engine does not report its routing."""
     kept: Sequence[bytes] = ()
     """[L_segment] Sampling mask: ascending ids of the tokens that top-k and top-p kept, encoded by `kept_dtype`. Empty
     unless the lease has `SamplingParams.reports_kept`."""
@@ -383,8 +384,8 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Text of the turn."""
     reward: float
     observation: str
-    """Complete text of the observation. The path may contain less: a long observation is cut, and the last observation
-    of an episode is not added to a path."""
+    """Complete text of the observation. The tokens of the path may contain less text, because long observations are
+    truncated, and an episode's last observation is not added to a path."""
     digest: str
     """blake3 of the observation's text. A replay after a crash must give the same digest."""
     seconds: float

@@ -16,7 +16,7 @@ from baton.specs.workload import Workload
 Method = Literal["exact", "paper"]
 FORMAT = 1
 PROVEN = 1e-6
-"""Gap below which a plan counts as proven optimal."""
+"""A plan counts as proven optimal if `Bound.gap` is below this value."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -33,14 +33,14 @@ class Stage(msgspec.Struct, frozen=True):
     """Memory used on each GPU."""
     memory_limit_bytes: float
     speed: float = 1.0
-    """Speed of a rank of this stage, relative to the fastest rank of a mixed stage (`Training.is_mixed`)."""
+    """Speed of a rank of this element, relative to the fastest rank. Only used if `Training.is_mixed` is set."""
 
 
 class Training(msgspec.Struct, frozen=True):
     """The training side of a plan."""
 
     stages: tuple[Stage, ...]
-    """Stages of a pipeline, or the parts of a mixed stage."""
+    """The pipeline stages. If `is_mixed` is set, there is one element for each GPU type instead."""
     microbatches: int
     """Microbatches per optimiser update."""
     time_s: float
@@ -49,8 +49,8 @@ class Training(msgspec.Struct, frozen=True):
     bubble_s: float
     """Idle time while the pipeline fills and drains."""
     comm_s: float
-    """Time to exchange gradients and parameters between data-parallel ranks. Communication of tensor parallelism and
-    between stages is part of compute_s."""
+    """Time to exchange gradients and parameters between data-parallel ranks. `compute_s` includes the communication
+    within tensor-parallel groups and between pipeline stages."""
     optimizer_s: float
     shard_gradients: bool = False
     """Whether the trainer reduces gradients after each microbatch (`trainer.shard_gradients`)."""
@@ -58,8 +58,9 @@ class Training(msgspec.Struct, frozen=True):
     """Number of ranks that share one copy of a stage's parameters (`trainer.shard_size`); 0 if all ranks of the stage
     share one copy."""
     is_mixed: bool = False
-    """Whether `stages` are the parts of one stage with ranks on two GPU types. Each part then has all layers, and its
-    ranks train trajectories in proportion to `speed` (`trainer.speeds`)."""
+    """True if there is only one pipeline stage, whose ranks are on two GPU types. Each element of `stages` then
+    describes the ranks on one GPU type. Each element has all layers, and its ranks train trajectories in proportion to
+    `speed` (`trainer.speeds`)."""
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
@@ -86,11 +87,12 @@ class Replica(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Generated tokens per second, including the time to prefill new prompts."""
     pause_s: float
-    """Generation time lost per train step: with overlap, to prefill running trajectories under the new version; without
-    overlap, at the end of a batch, when few trajectories still run."""
+    """Generation time lost per train step. With overlap, it is lost because running trajectories are prefilled again
+    under the new version. Without overlap, it is lost at the end of a batch, when few trajectories still run."""
     share: float
     trajectories: int
-    """Number of trajectories that the replica generates: `share` of the batch, rounded by largest remainder."""
+    """Number of trajectories that the replica generates per batch. It is the batch size times `share`, rounded so that
+    the numbers of all replicas add up to the batch size."""
     memory_bytes: float
     memory_limit_bytes: float
 
@@ -103,7 +105,7 @@ class RewardStage(msgspec.Struct, frozen=True):
     gpu_ids: tuple[str, ...]
     """Each GPU as `node:index`."""
     trajectory_s: float
-    """Mean time in which one GPU scores a trajectory."""
+    """Mean time that one GPU needs to score a trajectory."""
     memory_bytes: float
     """Memory used on each GPU."""
     memory_limit_bytes: float
@@ -115,10 +117,11 @@ class RewardStage(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that a GPU scores at the same time; 1 for a classifier."""
     latency_s: float = 0.0
-    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier, for which
-    `trajectory_s` is this time."""
+    """Time from the start to the end of the scoring of one trajectory, while other trajectories are scored too. For a
+    classifier, this field is 0, and `trajectory_s` is used instead."""
     context_tokens: int = 0
-    """Maximum total number of tokens of a message to a generative reward model and its reply; 0 for a classifier."""
+    """Context limit of a generative reward model in tokens, for its input and its reply together; 0 for a
+    classifier."""
 
     @property
     def timing(self) -> dict[str, float]:
@@ -136,14 +139,15 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """The parts of a step's time: sync + max(rollout + reward, train), or without overlap the sum of all four."""
+    """The time of a train step and its parts. With overlap, the step time is sync + max(rollout + reward, train).
+    Without overlap, it is the sum of the four parts."""
 
     step_s: float
     sync_s: float
     """Time from the end of a train step until engines serve the new version."""
     rollout_s: float
     reward_s: float
-    """Scoring time that remains after the rollout."""
+    """Time for which scoring continues after the rollout has ended."""
     train_s: float
     overlaps: bool
     cycle_overhead_s: float = 0.0
@@ -154,22 +158,23 @@ class Bound(msgspec.Struct, frozen=True):
     """A lower bound on the step time, and the gap between the plan's step time and this bound."""
 
     step_s: float
-    """Lower bound on the step time of all plans of the search space."""
+    """No plan of the search space has a shorter step time than this."""
     gap: float
-    """Step time of the plan divided by the bound, minus 1."""
+    """Ratio of the plan's step time to the bound, minus 1."""
     is_proven: bool
-    """Whether the gap is below PROVEN, which proves the plan optimal in the search space."""
+    """True if the gap is below `PROVEN`. The plan is then optimal in the search space."""
     note: str = ""
 
     @classmethod
     def of(cls, step_s: float, least_s: float, note: str = "") -> Bound:
-        """Return the bound of a plan with step time `step_s`. `least_s`: lower bound on the step time of all plans."""
+        """Compare the step time `step_s` of a plan with `least_s`, which is a lower bound on the step time of all
+        plans."""
         gap = max(0.0, step_s / least_s - 1)
         return cls(least_s, gap, gap < PROVEN, note)
 
 
 class PlannedWork(msgspec.Struct, frozen=True):
-    """The numbers of the model and of the workload for which a plan was made."""
+    """The dimensions of the model and of the workload for which a plan was made."""
 
     params: float
     num_layers: int

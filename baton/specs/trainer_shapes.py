@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 Trainer = Literal["baton", "idealised"]
-"""`baton`: Baton's trainer. `idealised`: the trainer of AReaL-Hex, with any tensor and data parallelism on each stage,
-and without FSDP. Baton cannot execute plans for this trainer."""
+"""`baton`: Baton's trainer. `idealised`: the trainer of AReaL-Hex, which does not use FSDP, and whose stages may each
+have any tensor and data parallelism. Baton cannot execute plans for this trainer."""
 
 
 def can_train(num_stages: int, tensor_parallel: int, *, has_critic: bool = False) -> bool:

@@ -43,7 +43,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return float(np.dot(self.values, np.diff(ranks**count)))
 
     def survival(self, positions: Sequence[float]) -> list[float]:
-        """Return the share of lengths above each position."""
+        """For each position, return the share of lengths that are greater than this position."""
         shares: list[float] = (1 - np.searchsorted(self.values, positions, side="right") / len(self.values)).tolist()
         return shares
 
@@ -55,11 +55,11 @@ def constant(mean: float) -> Lengths:
 
 def lognormal(mean: float, cv: float, longest: float) -> Lengths:
     """Return a lognormal distribution whose lengths above `longest` are cut to `longest`. `mean` is the mean after the
-    cut. `cv` is the standard deviation divided by the mean, before the cut."""
+    cut. `cv` is the ratio of the standard deviation to the mean, before the cut."""
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
     z = np.array([normal.inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES)])
-    # the cut lowers the mean, so bisection finds the location parameter
+    # bisection finds the location parameter for which the mean after the cut is `mean`
     low, high = math.log(mean) - 10, math.log(mean) + 10
     for _ in range(80):
         middle = (low + high) / 2
@@ -118,7 +118,7 @@ class Workload(msgspec.Struct, frozen=True):
     reward_calls: int = 32
     """Maximum number of replies that a GPU generates at once."""
     reward_context_tokens: int = 8192
-    """Maximum tokens of a message to a generative reward model with its reply."""
+    """Context limit of a generative reward model in tokens, for its input and its reply together."""
     shared_prefill: bool = True
     reprefills: bool = True
     """Whether running trajectories are prefilled again under each new version, because their KV cache is discarded."""
@@ -126,8 +126,8 @@ class Workload(msgspec.Struct, frozen=True):
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions that an engine allocates per slot (the embedded engine's cache); 0 if an engine allocates only
-    positions in use."""
+    """Number of tokens for which the engine allocates KV cache per slot in advance, as the embedded engine does. 0: the
+    engine allocates KV cache only for tokens that exist."""
     max_output_tokens: int = 0
     """Maximum response length in tokens; 0 if unknown."""
 
@@ -158,7 +158,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def live_context_squared(self) -> float:
-        """Mean square of the number of tokens that a running trajectory has at a random time."""
+        """Mean of the squared token count of a running trajectory at a random time."""
         p, mean = self.prompt.mean, self.output.mean
         position, square = self.output.moment(2) / (2 * mean), self.output.moment(3) / (3 * mean)
         return p * p + 2 * p * position + square
@@ -179,8 +179,9 @@ class Workload(msgspec.Struct, frozen=True):
 
         With staleness bound η and batch size B, at most (η + 1)·B trajectories are running, buffered or in training. B
         trajectories are in training, and B/2 are buffered on average, which leaves (η − ½)·B. A finished trajectory
-        counts as running until its group is complete, so the share of trajectories that really run is E[L] / E[longest
-        of the group]. Without overlap (η = 0), all B trajectories of a batch may run.
+        counts as running until its group is complete. The share of trajectories that really run is therefore the ratio
+        of the mean length to the expected length of a group's longest trajectory. Without overlap (η = 0), all B
+        trajectories of a batch may run.
         """
         if self.max_staleness == 0:
             return float(self.num_trajectories)
@@ -199,7 +200,8 @@ class LengthSettings(Settings):
     mean: float | None = Field(default=None, gt=0)
     """Mean token count, after the cut at `max`."""
     cv: float = Field(default=0.8, gt=0)
-    """Coefficient of variation (standard deviation ÷ mean) of `lognormal`, before the cut at `max`."""
+    """Coefficient of variation of `lognormal`, which is the ratio of the standard deviation to the mean, before the cut
+    at `max`."""
     max: float | None = Field(default=None, gt=0)
     """Maximum token count of `lognormal`. Larger counts are cut to this value."""
     values: tuple[int, ...] = ()
@@ -225,7 +227,7 @@ class LengthSettings(Settings):
 
 
 class WorkAlgorithmSettings(Settings):
-    """[algorithm] the computation of a train step."""
+    """[algorithm] of a workload: what a train step computes."""
 
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch per train step."""
@@ -262,7 +264,8 @@ class WorkRewardSettings(Settings):
     calls: int = Field(default=32, ge=1)
     """Maximum number of replies that a GPU generates at once (`concurrency` of the [[reward]] with `template`)."""
     context_tokens: int = Field(default=8192, ge=2)
-    """Maximum tokens of a message with its reply (`context_tokens` of the [[reward]] with `template`)."""
+    """Context limit of a generative reward model in tokens, for its input and its reply together (`context_tokens` of
+    the [[reward]] with `template`)."""
 
     @model_validator(mode="after")
     def _states_the_time_once(self) -> WorkRewardSettings:
@@ -286,7 +289,8 @@ class WorkEngineSettings(Settings):
     max_batch: int = Field(default=1024, ge=1)
     """Maximum number of trajectories that one replica generates at once."""
     context_tokens: int = Field(default=0, ge=0)
-    """Positions that the engine allocates per slot. With 0, memory grows with the tokens (paged cache)."""
+    """Number of tokens for which the engine allocates KV cache per slot in advance. 0: the KV cache grows with the
+    tokens (paged cache)."""
 
 
 class WorkloadSettings(Settings):

@@ -29,23 +29,24 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     event: str
     """Name of the event, for example `denied`, `malformed` or `unquarantined`. `suppressed` counts omitted lines."""
     status: int
-    """HTTP status of the response or, for an error on a WebSocket, the status that corresponds to the error; 0 if no
-    status corresponds to the event."""
+    """HTTP status of the response. For an error on a WebSocket, it is the HTTP status that corresponds to the error. 0:
+    no HTTP status corresponds to the event."""
     reason: str = ""
     peer: str = ""
     """Network address of the process that sent the request."""
     route: str = ""
-    """Path of the request, without the query; for a lifted quarantine, the command."""
+    """Path of the request, without the query. If a user has lifted a quarantine, it is the command that the user
+    ran."""
     token: str = ""
-    """Name of the sender's access token; empty if the token is not known. For a lifted quarantine, the name that the
-    user gave."""
+    """Name of the sender's access token; empty if the token is not known. If a user has lifted a quarantine, it is the
+    name that the user gave."""
     count: int = 0
     """In a `suppressed` line, the number of omitted lines."""
 
 
 class AuditLog:
-    """Writes the audit log. Before a line that would make the file longer than `max_bytes`, the file is renamed to
-    `NAME.1`, which replaces an earlier `NAME.1`. Only one thread may use an `AuditLog`.
+    """Writes the audit log. If the next line would make the file longer than `max_bytes`, the file is first renamed to
+    `NAME.1`. An earlier `NAME.1` is overwritten. Only one thread may use an `AuditLog`.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
     displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is
@@ -58,7 +59,7 @@ class AuditLog:
         self.path, self._max_bytes, self._max_lines, self._clock = path, max_bytes, max_lines_per_minute, clock
         self._window = clock()
         self._written = {True: 0, False: 0}
-        """True (refusals) or False (other events) → number of lines written in this minute."""
+        """Number of lines written in this minute: key True for refusals, key False for other events."""
         self.num_suppressed = 0
         """Number of lines omitted since the last `suppressed` line."""
 

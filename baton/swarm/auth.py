@@ -84,7 +84,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_revoked: bool = False
     is_trusted: bool = False
     """True if the run's owner controls the workers that use this token. Only such trusted workers may keep KV caches
-    across versions. Reports of trusted workers calibrate the tolerances with which other workers are checked."""
+    across versions. The checks of other workers use tolerances that are estimated from the reports of trusted
+    workers."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         if self.is_revoked:
@@ -137,8 +138,8 @@ class AccessGrant:
 
 
 class Denied(BatonError):
-    """Raised for a refused request. `reason` may be sent to the sender: only a sender who has presented a token
-    receives the reason that this token has expired or is revoked."""
+    """Raised for a refused request. `reason` may be sent to the sender. It states that a token has expired or is
+    revoked only if the sender has presented this token."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -251,8 +252,8 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the file within the context. The file may be changed only within this context: otherwise, of two
-        concurrent changes, the second could undo a revocation by the first."""
+        """Lock the file within the context. The file may be changed only within this context. Otherwise, two concurrent
+        changes could overwrite each other, and a revocation could be lost."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:

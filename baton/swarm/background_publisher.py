@@ -30,7 +30,7 @@ from baton.weights.store import Store
 
 @dataclass(frozen=True, slots=True)
 class VersionRetention:
-    """The versions that are not removed, in addition to those that workers serve."""
+    """Determines which versions are kept even if no worker serves them."""
 
     fetchable: int
     """Number of the latest versions that workers may fetch."""

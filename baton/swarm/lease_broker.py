@@ -1,5 +1,5 @@
-"""Holds the tokens to which the lease table refers: the prompt and tokens of each task, and the tokens of each lease. A
-task is a trajectory that the controller has requested; a lease is one worker's attempt at a task.
+"""Stores the tokens that the lease table only counts: the prompt and the tokens of each task, and the tokens of each
+lease. A task is a trajectory that the controller has requested; a lease is one worker's attempt at a task.
 
     controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
     worker ──report, refuse───▶ │ LeaseBroker │ ◀─events / commands─▶ LeaseTable
@@ -28,17 +28,19 @@ from baton.swarm.provisioning import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
 
 MAX_REFUSALS = 64
-"""A worker is disconnected if it refuses more than this number of leases without an accepted report in between."""
+"""A worker is disconnected if it has refused more than this number of leases since its last accepted report."""
 MAX_PROVENANCE = 200_000
-"""Maximum number of trajectories without a lease for which the broker stores the workers that generated their tokens.
-The broker needs this record to revoke the trajectories. The oldest records are removed first."""
+"""After the last lease of a trajectory has ended, the broker still stores which workers generated its tokens, so that
+it can revoke the trajectory. This is the maximum number of such records. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum number of replacement trajectories that wait for the controller to request the revoked trajectory again."""
+"""A replacement is stored until the controller requests the revoked trajectory again. This is the maximum number of
+stored replacements."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker number, `first`, `end`): author of the tokens at positions `first` … `end` − 1 after the prompt."""
+"""(worker number, `first`, `end`): the worker generated the tokens at positions `first` … `end` − 1 after the
+prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
@@ -130,7 +132,7 @@ class LeaseBroker:
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
-        """Revoked trajectory → (trajectory that replaces it, worker that generated the replacement)."""
+        """Revoked trajectory → (its replacement, the worker that generated the replacement)."""
         self._refusals: Counter[int] = Counter()
         """Worker → number of leases that the worker has refused since its last accepted report."""
         self._names: dict[int, str] = {}
@@ -138,7 +140,7 @@ class LeaseBroker:
         self._served: dict[int, tuple[int | None, float]] = {}
         """Worker → (version that it serves, time since which it serves this version), for the trace."""
         self._busy_since_s = 0.0
-        """Start of the current period in which workers hold at least one lease."""
+        """Time at which a worker last received a lease while no worker held a lease."""
         self.newest_version = -1
         """Number of the newest version that workers may serve; -1 before the first version."""
         self.refused = 0
@@ -192,7 +194,7 @@ class LeaseBroker:
         return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
-        """Change the expected speed of a worker, because a new plan gives another value."""
+        """Change the expected speed of a worker to the value in a new plan."""
         return self.handle(ev.WorkerWeightChanged(self.clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
@@ -238,7 +240,7 @@ class LeaseBroker:
             self.refused += 1
             return [SendToWorker(worker, Dropped(number))]
         if report.token_offset != progress.trajectory.num_tokens:
-            # the report is repeated, or follows a lost report: the worker resends from the acknowledged length
+            # the report is repeated, or an earlier report is lost; the worker continues after the acknowledged length
             self.refused += 1
             return [self._acknowledge(worker, number, progress)]
         complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
@@ -402,9 +404,9 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the trajectory that the controller has, and store the trajectory of the finished lease. `want` sends
-        the stored trajectory when the controller requests the revoked trajectory again. For a later turn of an episode,
-        no replacement is stored, because the earlier turns are generated again, too."""
+        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease as its
+        replacement. When the controller requests the trajectory again, `want` sends the replacement. No replacement is
+        stored for a later turn of an episode, because the earlier turns are generated again too."""
         lease = self._tasks[number].lease
         key = key_of(lease)
         self._forget(number)
@@ -432,7 +434,7 @@ class LeaseBroker:
     # ---- tokens that are generated twice -----------------------------------------------------------------------------
 
     def _agrees(self, progress: _LeaseProgress, start: int) -> bool:
-        """Return whether a lease's new tokens equal the task's committed tokens at all common positions."""
+        """Return whether a lease's new tokens equal the task's committed tokens, at all positions that both have."""
         known = self._tasks[progress.task].trajectory
         end = min(known.num_tokens, progress.trajectory.num_tokens)
         return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)
@@ -445,7 +447,8 @@ class LeaseBroker:
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:
-    """Return whether the finished trajectory `found` is a valid result of `lease`, which must start at the prompt."""
+    """Return whether the finished trajectory `found` is a valid result of `lease`. The lease must start at the same
+    prompt and require an exact version, and all tokens must be of this version."""
     is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
     return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 

@@ -2,10 +2,10 @@
 has delivered tokens.
 
 The number of slots that a worker reports may be false. Every `TOKENS_PER_LEASE` delivered tokens earn one more lease,
-so after a few reports a correct worker may hold a lease for each of its slots. A lease that another worker finishes, or
-that delivers no token, costs a credit of `LOST_LEASE_TOKENS` tokens. A worker that delivers no tokens is therefore soon
-granted no further lease. Credit recovers with time, so after at most 50 s a worker may hold one lease again.
-`LeaseCredit` uses no clock and does no I/O.
+so after a few reports a correct worker may hold a lease for each of its slots. A worker loses a credit of
+`LOST_LEASE_TOKENS` tokens if another worker finishes the task of its lease, or if the lease delivers no token. A worker
+that delivers no tokens is therefore soon granted no further lease. Credit recovers with time, so after at most 50 s a
+worker may hold one lease again. `LeaseCredit` uses no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ FIRST_LEASES = 8
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
 RECOVERED_TOKENS_PER_S = 1.6
-"""Credit, in tokens, that a worker recovers per second until it may hold one lease, which takes at most 50 s."""
+"""A worker whose credit allows no lease recovers this credit per second, in tokens, until it may hold one lease. This
+takes at most 50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 
@@ -27,7 +28,7 @@ class LeaseCredit:
     """The credit of one worker, or of all workers of one access token together."""
 
     slots: int
-    """Maximum number of leases that may be held at the same time, whatever the credit."""
+    """Maximum number of leases that may be held at the same time, even if the credit allows more."""
     at_s: float
     tokens: float = 0.0
     """Credit: number of delivered tokens minus the cost of lost leases, within limits. It may be negative."""

@@ -17,7 +17,8 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     slots: int
     """Number of trajectories that the worker generates concurrently."""
     weight: float = 1.0
-    """Expected speed of one slot, divided by the mean over all workers; from a plan, never from the worker itself."""
+    """Expected speed of one slot, relative to the mean over all workers. This value comes from a plan, never from the
+    worker itself."""
     kind: str | None = ""
     """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
     worker's engine uses its own noise and generates different tokens each time."""
@@ -40,7 +41,8 @@ class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
     version: int | None
     """Number of the version that the worker serves; None if it serves no version of this lineage."""
     decoded_tokens: int
-    """Token counter of the engine. A worker is stuck if this counter does not change while the worker holds leases."""
+    """Number of tokens that the engine has decoded. A worker that holds leases is stuck if this number does not
+    change."""
 
 
 class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):
@@ -97,8 +99,9 @@ class LeaseFinished(TimedEvent, frozen=True, tag="LeaseFinished"):
 class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
     """The worker has aborted the trajectory of a lease, or has refused the lease.
 
-    If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
-    before the worker's next message. This prevents an endless loop of grants and refusals.
+    Suppose that a worker refuses a lease although the table expects it to serve the lease's version. The table then
+    grants the worker no lease until the worker has sent another message. This prevents an endless loop of grants and
+    refusals.
     """
 
     lease: int

@@ -19,10 +19,10 @@ If the lease of a task is slow, the task gets a second lease, the backup lease. 
 task generate different tokens from the same prefix, so no more tokens are committed while both leases run. If one lease
 finishes, the tokens of the other lease are discarded.
 
-With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
-Therefore, if a task has committed tokens, a lease on a worker of another kind commits no tokens before it finishes. The
-lease that finishes first determines the trajectory. If a worker of another kind generated the committed tokens, the
-tokens of the finished lease replace them (`ReplaceTokens`).
+With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise. The
+tokens of a lease may then differ from the tokens that a worker of another kind has committed. Such a lease commits no
+tokens before it finishes. The lease that finishes first determines the trajectory. If a worker of another kind
+generated the committed tokens, the tokens of the finished lease replace them (`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class LeaseRules:
     """A worker with leases is considered stuck if its engine's token counter has not changed for this number of
     seconds."""
     starve_s: float = 600.0
-    """Seconds without new tokens after which a lease of an active worker ends, and its task is granted again."""
+    """If an active worker reports no new token of a lease for this number of seconds, the lease ends, and its task is
+    granted again."""
     backup_lease_factor: float = 2.0
-    """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that a free worker
-    would need. 0 disables backup leases."""
+    """Start a backup lease if the ratio of a lease's expected remaining time to the time that a free worker would need
+    exceeds this number. 0 disables backup leases."""
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""
     prefetch: float = 0.25
@@ -76,7 +77,8 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     origin: str
-    """Identifier of the source of the tokens: leases of a task with equal origins generate the same tokens."""
+    """Identifies the source of the tokens. If two leases of a task have equal origins, they generate the same
+    tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
@@ -316,7 +318,7 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        # the worker refused the lease; without a version, the worker is not immediately granted the same task again
+        # The worker refused the lease. Without a version, it is not immediately granted the same task again.
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
@@ -339,8 +341,8 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Commit the tokens of the longest of `lease` and the task's returned leases; discard the other leases'
-        tokens."""
+        """Select the longest lease among `lease` and the task's returned leases. Commit its tokens, and discard the
+        tokens of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -352,8 +354,9 @@ class LeaseTable:
                 yield from self._discard_tokens(task, other, prefix)
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
-        """Count a lease's tokens as discarded, except the first `prefix` tokens, which equal the committed tokens. If
-        `restarts` is set and the lease has another origin than the committed tokens, count all tokens of the lease."""
+        """Count a lease's tokens as discarded, except the first `prefix` tokens of the trajectory, which equal the
+        committed tokens. With `restarts`, a lease whose origin differs from that of the committed tokens has no equal
+        tokens, so all its tokens are counted."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -410,8 +413,8 @@ class LeaseTable:
     def _charge(self, lease: TrackedLease) -> None:
         """Subtract the cost of a lost lease from its worker's credit, unless the worker had not started the lease."""
         worker = self.workers[lease.worker]
-        # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
-        # never ran.
+        # A worker runs its leases in the order of their numbers. If a lease is not among the worker's first `slots`
+        # leases, it has never run.
         if sorted(worker.leases).index(lease.number) < worker.slots:
             self._credit(worker, LeaseCredit.lose)
 
@@ -523,9 +526,9 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
-        """Start backup leases for the slowest leases, on the fastest free workers that are expected to finish
-        sufficiently earlier. The comparison uses the time to the maximum number of tokens, because final lengths are
-        unknown. Called after waiting tasks have been granted, so no waiting task could use these slots."""
+        """Start backup leases for the slowest leases. Each backup lease is granted to the fastest free worker that is
+        expected to finish sufficiently earlier. The expected times assume the maximum number of tokens, because final
+        lengths are unknown. Called after waiting tasks have been granted, so no waiting task could use these slots."""
         free = self._index.free()
         if not free:
             return
@@ -541,8 +544,8 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Return (expected remaining seconds, task) for each task that would finish sufficiently earlier with a backup
-        lease on the worker `fastest`."""
+        """Find the tasks that would finish sufficiently earlier with a backup lease on the worker `fastest`. Return
+        (expected remaining seconds, task) for each of them."""
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s

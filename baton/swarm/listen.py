@@ -21,8 +21,8 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""Pattern of host names. The pattern excludes texts such as 127.1, 0x7f000001 and 2130706433, which look like names,
-but which the system's resolver interprets as IP addresses."""
+"""Pattern of host names. The pattern excludes texts such as 127.1, 0x7f000001 and 2130706433. They look like names, but
+the system's resolver interprets them as IP addresses."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -83,8 +83,8 @@ class ListenAddress:
         return _base(self.scheme, host, port)
 
     def join_command(self, port: int) -> str:
-        """Return the command with which a worker joins. If the hub listens on all addresses, the machine's name in the
-        network is not known, and the command contains HOST in its place."""
+        """Return the command with which a worker joins. If the hub listens on all addresses, it is unknown under which
+        name other machines reach it. The command then contains HOST instead of a name."""
         if self._is_any:
             return f"baton worker {self.scheme}://HOST:{port} --token-file FILE, where HOST is this machine's address"
         return f"baton worker {self.url(port)} --token-file FILE"

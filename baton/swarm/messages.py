@@ -33,7 +33,8 @@ PROTOCOL = 5
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum bytes of a frame, enough for a report of 100,000 tokens; a longer frame ends the connection."""
 SILENT_HEARTBEATS = 12
-"""Heartbeat periods without a message after which a connection is considered dead, even if it is still open."""
+"""A connection is considered dead if no message arrives for this number of heartbeat periods, even if it is still
+open."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
@@ -49,7 +50,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     protocol: int
     run: str
     incarnation: str
-    """Identifier of the hub process. Leases from an earlier hub process, which had another identifier, are invalid."""
+    """Identifier of the hub process. If a worker reconnects and the identifier has changed, its leases are invalid."""
     model_digest: str
     """blake3 digest of the files of the route /model: the model's configuration and tokenizer."""
     is_adapter: bool

@@ -32,15 +32,17 @@ class SwarmSettings(Settings):
     """In mode `async`, a worker is granted leases only if its version is at most this number of versions behind the
     latest published version. The default is `publish_every` if `max_staleness` allows this, otherwise 0."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds without a message after which a worker is considered dead, and its leases go to other workers."""
+    """A worker that sends no message for this number of seconds is considered dead, and its leases go to other
+    workers."""
     progress_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a new token after which a worker with leases is considered stuck and is disconnected."""
+    """A worker that holds leases but generates no token for this number of seconds is considered stuck and is
+    disconnected."""
     no_worker_timeout_s: float = Field(default=3600.0, ge=0)
-    """Maximum number of seconds that a run waits while no worker is connected; then the run ends with an error.
-    Messages on the terminal show that the run waits. Must be at least `rollout.stall_timeout_s`."""
+    """If no worker is connected for this number of seconds, the run ends with an error. Messages on the terminal show
+    that the run waits. Must be at least `rollout.stall_timeout_s`."""
     backup_lease_factor: float = Field(default=2.0, ge=0)
-    """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that an idle worker
-    would need. 0 disables backup leases."""
+    """Start a backup lease if the ratio of a lease's expected remaining time to the time that an idle worker would need
+    exceeds this number. 0 disables backup leases."""
     report_every_s: float = Field(default=2.0, gt=0)
     """Maximum seconds between two reports of a worker that has new tokens. After this time, the worker sends a report
     even if it has fewer than `engine.report_every_tokens` new tokens."""

@@ -115,8 +115,8 @@ def model_digest(packed: bytes) -> str:
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files that `pack_model` packed into a message. Raises WeightsFault for an invalid message, and OSError
-    if a file cannot be written."""
+    """Write the files of `packed`, a message of `pack_model`, to `directory`. Raises WeightsFault for an invalid
+    message, and OSError if a file cannot be written."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

@@ -6,8 +6,8 @@ changes.
       receive ◀────── queue ◀───────────── broker
       load_weights ─────────────────────────────────────────────────────▶ background_publisher.py
 
-`load_weights` returns without waiting. Leases that require the new version wait until a worker serves it. The next
-`receive` or `load_weights` raises an error that has occurred in another thread.
+`load_weights` returns without waiting. Leases that require the new version wait until a worker serves it. If an error
+occurs in another thread, the next `receive` or `load_weights` raises it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 _NAMED = 6
 """Maximum number of workers whose names a message lists."""
 FIRST_MESSAGE_S = 30.0
-"""Number of seconds without a worker after which the first message about the missing workers is printed."""
+"""If there is no worker for this number of seconds, the first message about it is printed."""
 
 
 class SwarmTransport:
@@ -71,7 +71,7 @@ class SwarmTransport:
 
     @property
     def sockets(self) -> tuple[()]:
-        """Empty, because messages come from the hub's thread through a queue."""
+        """This transport has no sockets to wait for, because messages come from the hub's thread through a queue."""
         return ()
 
     def send(self, message: FromHub) -> None:
@@ -147,7 +147,7 @@ class SwarmTransport:
         self._report_no_workers()
 
     def _report_no_workers(self) -> None:
-        """Print that the run waits for workers: first after `FIRST_MESSAGE_S` seconds without a worker, then each time
+        """Print a message if the run has had no worker for `FIRST_MESSAGE_S` seconds. Print the message again each time
         this period has doubled."""
         now_s = time.monotonic()
         if self.slots:

@@ -94,8 +94,8 @@ class VersionSync:
         self.fetching: PolicyVersion | None = None
         self.activating: PolicyVersion | None = None
         self.is_asleep = False
-        """Whether the engine sleeps. A sleeping engine activates no version. After a sleep, only a version that was
-        announced after the start of the sleep is activated."""
+        """Whether the engine sleeps. A sleeping engine activates no version. The wanted version is cleared when a sleep
+        starts. After the sleep, the engine therefore activates only a version that was announced since then."""
         self.failures = 0
         """Number of consecutive failed fetches."""
         self.last_cause = ""

@@ -1,4 +1,4 @@
-"""Index of the workers that may be granted one more lease, which finds the least loaded worker of a given version."""
+"""Index of the workers that may be granted one more lease. It finds the least loaded worker of a given version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
-"""`Worker.grown_tokens` and `Worker.grown_s` are multiplied by this factor before a report's values are added."""
+"""For each report, `Worker.grown_tokens` and `Worker.grown_s` are first multiplied by this factor. Then the report's
+values are added."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class Worker:
     number: int
     slots: int
     weight: float
-    """Expected speed of one slot of the worker, divided by the mean over all workers."""
+    """Expected speed of one slot of the worker, relative to the mean over all workers."""
     last_seen_s: float
     last_progress_s: float
     kind: str | None = ""
@@ -59,7 +60,7 @@ class Worker:
 
     @property
     def pace(self) -> float | None:
-        """`speed` divided by `weight`, which is the expected relative speed; None before the first report."""
+        """Ratio of the measured `speed` to the expected relative speed `weight`; None before the first report."""
         return None if self.speed is None else self.speed / self.weight
 
     @property
@@ -83,7 +84,8 @@ class Worker:
 
 
 _Entry = tuple[bool, float, int, Worker]
-"""Entry of a heap: (True if the worker has no free slot, load after one more lease, stamp, worker)."""
+"""Entry of a heap. Its four elements are: whether the worker has no free slot, its load after one more lease, its
+stamp, and the worker."""
 
 
 class WorkerIndex:
@@ -96,8 +98,9 @@ class WorkerIndex:
         self._num_paces, self._sum_paces = 0, 0.0
         """Number of workers whose pace is known, and the sum of their paces (`Worker.pace`)."""
         self._entries: dict[int, list[_Entry]] = {}
-        """Version → heap of the entries of workers without an owner, and of the first entry of each owner that may hold
-        one more lease. Outdated and repeated entries stay in the heap and are skipped."""
+        """Version → heap of entries. A worker without an owner has its own entry in this heap. An owner that may hold
+        one more lease is represented by the entry of its least loaded worker. Outdated and repeated entries stay in the
+        heap and are skipped."""
 
     def add(self, worker: Worker) -> None:
         """Add a worker that serves no version yet."""
@@ -137,8 +140,8 @@ class WorkerIndex:
             self.offer_owner(owner)
 
     def offer_owner(self, owner: TokenOwner) -> None:
-        """Add the owner's least loaded worker of each version to the index, if the owner may hold one more lease. Must
-        be called after the owner's limit, leases or workers have changed."""
+        """If the owner may hold one more lease, add to the index, for each version, its least loaded worker with this
+        version. Must be called after the owner's limit, leases or workers have changed."""
         for version, entries in list(owner.entries.items()) if owner.has_lease else ():
             top = self._first(entries)
             if top is None:
@@ -188,8 +191,8 @@ class WorkerIndex:
             self._sum_paces += pace - (known or 0.0)
 
     def _relative_pace(self, worker: Worker) -> float:
-        """Return a worker's pace divided by the mean of all known paces, limited to 0.1 … 10. A value below 1 means
-        that the worker is slower than expected."""
+        """Return the ratio of a worker's pace to the mean of all known paces, limited to the range from 0.1 to 10. A
+        value below 1 means that the worker is slower than expected."""
         if worker.pace is None:
             return 1.0
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))

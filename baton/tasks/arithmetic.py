@@ -68,7 +68,8 @@ class ChainSum(_Sizes):
 
     def score(self, answer: str | None, reference: str) -> float:
         """Return 1 if the answer is the same number as the reference, such as `+01,000.00` for `1000`. Otherwise, if
-        the answer contains the reference as text, return length of the reference / length of the answer; else 0."""
+        the answer contains the reference as text, return the ratio of the reference's length to the answer's length.
+        Otherwise return 0."""
         text = (answer or "").replace(",", "")
         try:
             if text and Decimal(text) == Decimal(reference):
@@ -86,8 +87,8 @@ class BasicArithmetic(_Sizes):
     allow_parentheses: bool = True
     """False: expressions have neither parentheses nor negative numbers."""
     allow_negation: bool = True
-    """Put a minus sign before some parentheses. If `allow_parentheses` is True, numbers may be negative even if this is
-    False."""
+    """Put a minus sign before some parentheses. With `allow_parentheses`, numbers may be negative even if
+    `allow_negation` is False."""
     format_style: Literal["simple", "natural"] = "simple"
     """Wording of the question. natural: one of four wordings."""
     whitespace: Literal["no_space", "single", "random"] = "single"
@@ -107,12 +108,13 @@ class BasicArithmetic(_Sizes):
         return form.format(expression), expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """If the answer contains the reference as text, return the length of the reference divided by the length of the
-        answer, which is 1 if they are equal; else 0."""
+        """If the answer contains the reference as text, return the ratio of the reference's length to the answer's
+        length, which is 1 if the texts are equal. Otherwise return 0."""
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:
-        """Return a random expression in parts: an operand with some of the numbers, an operator, the other numbers."""
+        """Return a random expression as a list of its parts. The left operand contains some of the numbers, and the
+        right operand contains the others."""
         most = 10**num_digits - 1
         num_left = dice.randint(1, num_terms)
         if num_left > 1 and dice.random() > 0.5:

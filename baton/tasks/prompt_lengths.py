@@ -21,8 +21,8 @@ SAMPLE = 64
 MAX_MEASURED = 20_000
 """Maximum number of rows of a file that are tokenised."""
 SHORT_IN_A_ROW = 256
-"""Rows are tokenised from the longest to the shortest. After this number of consecutive prompts with less than half of
-the allowed tokens, all remaining rows are assumed to fit."""
+"""Rows are tokenised from the longest to the shortest. If this number of consecutive prompts have less than half of the
+allowed tokens, all remaining rows are assumed to fit."""
 
 
 class PromptLengths(msgspec.Struct, frozen=True):

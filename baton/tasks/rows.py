@@ -102,8 +102,8 @@ def _rows_of(what: str, path: str, found: Dataset | DatasetDict, split: str) -> 
 
 
 def is_hub_name(path: str) -> bool:
-    """Return True if a path names a dataset on the hub: it has the form `owner/name` or `owner/name@revision`, and
-    neither this path nor its parent directory exists on this machine."""
+    """Return True if `path` names a dataset on the hub. It must have the form `owner/name` or `owner/name@revision`,
+    and neither the path nor its parent directory may exist on this machine."""
     return bool(_HUB_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).parent.is_dir()
 
 

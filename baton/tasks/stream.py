@@ -115,7 +115,7 @@ class ProblemSettings(Settings):
         return self
 
     def _first_given(self, *keys: str) -> str | None:
-        """Return the first of the keys whose value is not the default."""
+        """Return the first of `keys` whose value differs from its default, or None if all have their default values."""
         return next((key for key in keys if getattr(self, key) != type(self).model_fields[key].default), None)
 
     def _of_an_environment(self) -> ProblemSettings:
@@ -168,8 +168,8 @@ class EvalTaskSettings(ProblemSettings):
     split: str = "auto"
     """Split to read, if `path` is a directory or a hub name with several splits. auto: `test`, or the only split."""
     held_out: Literal["all", "hash"] = "all"
-    """all: the rows of `path` are test problems. hash: only the tenth that a [[task]] with the same problems holds out.
-    Without `path`, the value is always hash."""
+    """all: all rows of `path` are test problems. hash: only those problems are test problems that a [[task]] with the
+    same problems holds out, about a tenth. Without `path`, the value is always hash."""
     num_prompts: int | None = Field(default=None, ge=1)
     """Maximum number of problems. The default is all rows of `path`. Without `path`, or with held_out = "hash", the
     default is eval.num_prompts."""
@@ -276,13 +276,13 @@ class TaskMixture:
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
-        If there are test sets, return their prompts instead. A test set gives as many prompts as its own key
-        `num_prompts` states. Without this key, the test set gives all problems of its `path` if `uses_all` is True,
-        else as many as the argument `num_prompts` states. Without `or_fewer`, the argument `num_prompts` is also the
-        maximum for each test set.
+        If there are test sets, return their prompts instead. The key `num_prompts` of a test set states how many
+        prompts it gives. If the key is missing and `uses_all` is True, the test set gives all problems of its `path`.
+        If the key is missing and `uses_all` is False, the argument `num_prompts` applies. If `or_fewer` is False, no
+        test set gives more prompts than the argument `num_prompts`.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, or for a
-        test set, the error is raised only if no held-out problem is found.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, and for
+        test sets, the error is raised only if no held-out problem is found.
         """
         prompts: list[Prompt] = []
         if self.tests:

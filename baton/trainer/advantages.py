@@ -204,8 +204,8 @@ def _standardised(values: FloatArray, members: IntArray) -> FloatArray:
 
 def _against_others(values: FloatArray, members: IntArray) -> FloatArray:
     centred = _centred(values, members)
-    # The centred returns c = R − mean R of a group sum to 0. R − (mean R of the other episodes) is therefore c + (sum
-    # of c over the own episode) / (number of returns of the other episodes).
+    # The centred returns c = R − mean R of a group sum to 0. The mean of c over the other episodes is therefore
+    # −(sum of c over the own episode) / (number of returns of the other episodes). The result is c minus this mean.
     own, sizes = np.bincount(members, centred), np.bincount(members)
     return centred + (own / (len(values) - sizes))[members]
 

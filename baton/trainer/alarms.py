@@ -12,7 +12,7 @@ from baton.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 MIN_ESS = 0.5
-"""The run warns if the effective sample size, divided by the number of trained tokens, is below this fraction."""
+"""The run warns if the ratio of the effective sample size to the number of trained tokens is below this number."""
 MAX_MASKED_FRAC = 0.5
 """The run warns if more than this fraction of the tokens is too old to be trained."""
 

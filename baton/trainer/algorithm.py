@@ -92,8 +92,8 @@ class AlgorithmSettings(Settings):
     value_coef: float = Field(default=0.5, gt=0)
     """Coefficient of a shared critic's value loss in the total loss."""
     value_clip: float = Field(default=0.2, gt=0)
-    """Value clip: a token gets no value gradient if its value has moved towards its return by more than this number
-    since the start of the train step. `inf` disables the clip."""
+    """Value clip. If a token's value has moved towards its return by more than this number since the start of the train
+    step, the token gets no value gradient. `inf` disables the clip."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)
     """DAPO's penalty for long responses: the reward decreases linearly, by `overlong_penalty` in total, over this last
     fraction of rollout.max_new_tokens. 0 disables the penalty."""

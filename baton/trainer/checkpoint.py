@@ -73,8 +73,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is_first: bool) -> str:
     """Write a model, or only its adapter if it has one, in float32.
 
-    Return the digest that the tensors have when they are published in float32. Collective: the ranks gather one tensor
-    after another, and the first rank writes each tensor. Other ranks return "". Raises OSError.
+    Return the digest that a version with these weights has if it is published in float32. Collective: the ranks gather
+    one tensor after another, and the first rank writes each tensor. Other ranks return "". Raises OSError.
     """
     tensors = trained_tensors(model)
     layout = None if has_adapters(model) else file_layout(model)
@@ -178,8 +178,8 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest that a checkpoint's weights have when they are published in float32. `saved`: result of
-    `read_weights`."""
+    """Return the digest that a version with a checkpoint's weights has if it is published in float32. `saved`: result
+    of `read_weights`."""
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
@@ -232,7 +232,8 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the checkpoints of steps after `after_step`, all of which are damaged, so that no resume uses them."""
+    """Rename the checkpoints of all steps after `after_step`, so that no resume uses them. The caller has found that
+    all of them are damaged."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")

@@ -195,9 +195,9 @@ class LocalTrainer(Trainer):
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Pipeline stages before the last return no metrics.
 
-        A metric per token is a mean over the trained tokens whose logprobs the updates computed; without such tokens,
-        the metric is absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens that
-        the trainer's current version sampled, if the batch has such tokens.
+        A metric per token is a mean over the trained tokens for which the updates computed logprobs. It is absent if
+        there are no such tokens. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens
+        that the trainer's current version sampled, if the batch has such tokens.
 
         If the loss or gradient of an update is not finite, or the mismatch of engine and trainer exceeds its error
         limit, raises TrainingDiverged and does not apply this update. If the step failed after its first update, the
@@ -243,8 +243,8 @@ class LocalTrainer(Trainer):
         self._version = PolicyVersion(start.lineage, batch.step)
         if not self._parallel.pipeline.is_last:
             return {}
-        # Computed after the updates, which raise TrainingDiverged for non-finite rewards: these statistics would
-        # fail with another error.
+        # These metrics are computed after the updates, because the updates raise TrainingDiverged if a reward is not
+        # finite. The statistics of such rewards would fail with another error.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
@@ -301,9 +301,9 @@ class LocalTrainer(Trainer):
         return VersionStream(self.model, self._publish_dtype, self._parallel.whole, bucket_bytes)
 
     def publish_to(self, path: Path) -> tuple[PolicyVersion, dict[str, str]]:
-        """On the first rank, write the tensors that `publish` returns to the new file `path`; ranks gather one tensor
-        at a time. Return the version and, on the first rank, name → digest of the tensor. Collective: all ranks must
-        call it. Raises OSError and StorageFault."""
+        """Write the new file `path` on the first rank. It contains the tensors that `publish` would return; the ranks
+        gather one tensor at a time. Return the version and, on the first rank, the digest of each tensor by its name.
+        Collective: all ranks must call it. Raises OSError and StorageFault."""
         tensors, dtypes = self._published()
         if self._parallel.is_alone:
             entries, _ = flattened(tensors, partial(FlatFile.of_tensors, path), dtypes)
@@ -379,7 +379,8 @@ class LocalTrainer(Trainer):
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
         for learner in reversed(self.learners):
-            # `apart` includes the moments that match no learner, for which `load_optimizer_tensors` raises UserError.
+            # `apart` also contains moments whose names match no learner. For these moments,
+            # `load_optimizer_tensors` raises UserError.
             others = [names for names in known if names is not learner.parameters]
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)

@@ -53,10 +53,10 @@ class LossInputs:
     episode_tokens: torch.Tensor | None = None
     """[B] number of trained tokens of each row's episode, over all its paths; None if rows are whole episodes."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` → this sum over the other paths of each row's episode, [B, 1] without gradient. Empty if
-    each row is a whole episode."""
+    """[B, 1] For each `episode_sum`, by name: the part of the sum that comes from the other paths of each row's
+    episode, without gradient. Empty if each row is a whole episode."""
     own_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a computed `episode_sum` → this sum over each row alone, [B, 1]."""
+    """[B, 1] For each computed `episode_sum`, by name: the part of the sum that comes from the row itself."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` [B, K] over the trained tokens of each row's episode, in all its paths; [B, 1] without
@@ -74,7 +74,7 @@ class Anchor:
     weights: torch.Tensor
     """[B, K] factor of each token's surrogate, without gradient; 0 at masked tokens."""
     is_cut: torch.Tensor
-    """[B, K] bool: tokens whose weight the correction truncated or set to 0; False at masked tokens."""
+    """[B, K] bool: True at trained tokens whose weight the correction truncated or set to 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Loss:
     ratio: torch.Tensor
     """[B, K] ratio π_θ / π_anchor, detached; 1 at masked tokens."""
     is_clipped: torch.Tensor
-    """[B, K] bool: tokens whose ratio the clip changed; False at masked tokens."""
+    """[B, K] bool: True at trained tokens whose ratio the clip changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ class KlEstimate:
     nats: torch.Tensor
     """[B, K] estimate in nats, with gradient to the log-probabilities; 0 at masked tokens."""
     is_clamped: torch.Tensor
-    """[B, K] bool: tokens whose estimate exceeded its bound and has no gradient; False at masked tokens."""
+    """[B, K] bool: True at trained tokens whose estimate exceeded its bound. The estimate of such a token has no
+    gradient."""
 
 
 MAX_LOG_RATIO = 20.0
@@ -129,7 +130,8 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per episode and a gradient per token.
+    """GSPO-token (arXiv 2507.18071, section 4.3): PPO's clip, applied to one ratio per episode. Each token has a
+    gradient of its own.
 
     s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). Each s_it has the value s_i, but only
     π_θ(t) has a gradient: an unclipped token t gets w_t s_i A ∇ log π_θ(t). With equal weights, GSPO-token equals GSPO

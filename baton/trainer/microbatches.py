@@ -27,15 +27,17 @@ from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 
 PASS_TOKENS = 64
-"""Fixed cost of a forward and backward pass, given as the number of tokens that cost as much."""
+"""Each forward and backward pass has a fixed cost. It equals the cost of this number of tokens."""
 
 ROW_TOKENS = 4
-"""Fixed cost of a row in a pass over shared prompts, given as the number of tokens that cost as much: each row has
-kernel calls of its own. Measured with a model of 0.83 M parameters; the number is smaller for larger models."""
+"""In a pass over shared prompts, each row has a fixed cost, because it has kernel calls of its own. The cost equals the
+cost of this number of tokens. It was measured with a model of 0.83 M parameters; the number is smaller for larger
+models."""
 
 COPIED_TOKEN = 0.125
-"""Memory of the keys and values of a token, as a fraction of all its activations: every row after the first copies the
-keys and values of its shared prompt. In a Llama block, keys and values take about 2 of 18 hidden widths."""
+"""When rows share a prompt, each row after the first copies the prompt's keys and values. The number is the ratio of
+the memory of a token's keys and values to the memory of all its activations. In a Llama block, keys and values take
+about 2 hidden widths, and all activations about 18."""
 
 MAX_MASK = 2**26
 """Maximum number of entries of an attention mask [response, prompt + response]: 256 MiB in float32. Responses that need
@@ -73,7 +75,7 @@ class MicroBatch:
     advantages: torch.Tensor
     """[B, K] float32; 0 at tokens that the policy did not write."""
     has_gradient: bool
-    """False if the loss has no gradient in these rows, which then get only a forward pass, for the metrics."""
+    """False if the loss has no gradient in these rows. They then get only a forward pass, for the metrics."""
 
     @property
     def is_idle(self) -> bool:
@@ -136,7 +138,8 @@ class MiniBatch:
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
     num_episodes: int
-    """Number of episodes over all ranks, including episodes without a trained token, which may be in no microbatch."""
+    """Number of episodes over all ranks. An episode without a trained token counts too, even if it is in no
+    microbatch."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
@@ -251,8 +254,8 @@ def first_fit(
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
     """Put each block of rows into the first chunk that has room for it. A block is a tuple of rows and their size in
-    tokens. A binary tree, whose nodes have the largest free room of the chunks below them, finds the chunk in
-    logarithmic time."""
+    tokens. A binary tree finds this chunk in logarithmic time: each node stores the largest free room of all chunks
+    below it."""
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
     most_room = [max_tokens] * (2 * leaves)
@@ -282,8 +285,9 @@ def cost(
     is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> float:
-    """Return the cost of a pass in tokens: its tokens including padding, plus the number of tokens that cost as much as
-    its attention.
+    """Return the cost of a pass. The unit is the cost of one token without attention. The cost has three parts: the
+    tokens including padding, their attention, and the fixed costs (`PASS_TOKENS` and, with shared prompts, `ROW_TOKENS`
+    for each row).
 
     Attention over a whole row skips the query-key pairs above the diagonal. Attention of responses to a shared prompt
     computes all pairs. `even_tokens`: row length at which attention costs as much as the linear layers.
@@ -458,9 +462,9 @@ def sums_elsewhere(
     own: Sequence[Mapping[str, torch.Tensor]],
     parallel: SingleRank,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return `LossInputs.elsewhere` of each microbatch: sums over the other paths of each row's episode, which may be
-    on other ranks. `rows`: the rows of all ranks. `own`: for each microbatch of this rank, a mapping from the name of a
-    sum to the sum over each row alone, [B, 1].
+    """Return `LossInputs.elsewhere` of each microbatch: for each row, the sums over the other paths of its episode,
+    which may be on other ranks. `rows`: the rows of all ranks. `own`: the sums over each row alone. It has one mapping
+    per microbatch of this rank, from the name of a sum to a tensor [B, 1].
     """
     names = sorted(own[0])
     column = {row.key: place for place, row in enumerate(rows)}

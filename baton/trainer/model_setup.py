@@ -28,9 +28,9 @@ from baton.trainer.settings import TrainerSettings
 def even_tokens(model: PreTrainedModel) -> float:
     """Return the row length, in tokens, at which attention costs as much as the linear layers; inf if unknown.
 
-    Per token of a row of n tokens, the linear layers need one multiplication per parameter. Attention needs n × layers
-    × width multiplications: for each of the n/2 earlier tokens (on average), layers × width for the scores and as many
-    for the values.
+    Consider one token of a row of n tokens. The linear layers need one multiplication per parameter. Attention reads
+    n/2 earlier tokens on average. For each of them, it needs layers × width multiplications for the scores and as many
+    for the values. The sum is n × layers × width.
     """
     shape = model.config.get_text_config()
     heads, layers = getattr(shape, "num_attention_heads", 0), getattr(shape, "num_hidden_layers", 0)

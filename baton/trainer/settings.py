@@ -41,16 +41,17 @@ class TrainerSettings(Settings):
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
-    """Compile the model's transformer blocks with `torch.compile`, with or without `packing`. On a CPU, steps are about
-    a third faster (about half in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler.
-    The compiled kernels depend on the first batches, so a resumed run may differ in the last bits."""
+    """Compile the model's transformer blocks with `torch.compile`, with or without `packing`. On a CPU, steps become
+    faster by about a third, and in bfloat16 by about a half. The startup takes at least half a minute longer. Requires
+    a C++ compiler. The compiled kernels depend on the first batches, so a resumed run may differ in the last bits."""
     max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
-    """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token: above the first,
-    the run logs a warning; above the second, the train step fails before its next update. Typical values: 1e-9 in
-    float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
+    """Two limits of the KL divergence between engine and trainer under equal weights, in nats per token. Above the
+    first limit, the run logs a warning. Above the second limit, the train step fails before its next update. The
+    divergence is typically 1e-9 in float32 on a CPU, and 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """Two limits (warning and error, as in `max_mismatch_kl`) of the largest difference between the engine's and the
-    trainer's logprob of a token, in nats."""
+    """Two limits of the difference between the engine's and the trainer's logprob of the same token, in nats. The
+    largest difference of all tokens is compared with the limits. As in `max_mismatch_kl`, the first limit causes a
+    warning and the second an error."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. A smaller number saves memory;
     apart from rounding errors, the update stays the same. A longer trajectory forms a microbatch alone."""
@@ -83,13 +84,13 @@ class TrainerSettings(Settings):
     Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide the number of
-    ranks per stage. With fewer ranks per copy, all ranks of a copy may be within one machine, whose network is faster,
-    but each rank needs more memory. Default: all ranks share one copy."""
+    ranks per stage. With a smaller number, all ranks of a copy can be on one machine and communicate faster, but each
+    rank needs more memory. Default: all ranks share one copy."""
     speeds: tuple[float, ...] = ()
     """Relative speeds of the data-parallel ranks of each stage, in rank order, such as [2, 1]. Each rank gets rows in
-    proportion to its speed. Each rank's `max_tokens_per_microbatch` is multiplied by its speed divided by the largest
-    speed. Apart from rounding errors, the update does not depend on the speeds. `baton train --plan` sets this key for
-    ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
+    proportion to its speed. Each rank's `max_tokens_per_microbatch` is multiplied by the ratio of its speed to the
+    largest speed. Apart from rounding errors, the update does not depend on the speeds. `baton train --plan` sets this
+    key for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory, but
     takes more time."""

@@ -61,8 +61,8 @@ class Totals:
     largest: int = 0
     """Number of tokens, including padding, in the largest microbatch of this rank."""
     imbalance: float | None = None
-    """Largest number of tokens including padding (`places`) of any rank, divided by the mean over ranks. With
-    `trainer.speeds`, each rank's number is first divided by the rank's relative speed. None with one rank."""
+    """Load imbalance: the ratio of the largest `places` of any rank to the mean `places` over ranks. With
+    `trainer.speeds`, each rank's `places` is first divided by the rank's relative speed. None with one rank."""
 
     def add(
         self,
@@ -106,8 +106,8 @@ class Totals:
         self.imbalance = largest_places * parallel.share.size / max(1.0, self.places)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step. Losses and gradient norms are means over updates. `policy/ess` is Kish's
-        effective sample size (Σw)² / Σw², divided by the number of trained tokens. The weights w are π_proximal /
+        """Return the metrics of the step. Losses and gradient norms are means over updates. `policy/ess` is the ratio
+        of Kish's effective sample size, (Σw)² / Σw², to the number of trained tokens. The weights w are π_proximal /
         π_behavior before any correction truncates them."""
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {

@@ -27,9 +27,9 @@ class PublishedWeights:
 
     @classmethod
     def of_file(cls, version: PolicyVersion, path: Path, digests: Mapping[str, str]) -> PublishedWeights:
-        """Map the tensors of a safetensors file. The file is deleted when the tensors are freed, unless a publisher on
-        this machine takes it over instead of copying it (`VersionFiles.adopt`). digests: name → digest of the tensor,
-        as the writer of the file has computed it."""
+        """Map the tensors of a safetensors file. The file is deleted when the tensors are freed. It is not deleted if a
+        publisher on this machine takes it over instead of copying it (`VersionFiles.adopt`). digests: name → digest of
+        the tensor, as the writer of the file has computed it."""
         from baton.weights.version_files import TensorsOfFile  # imports torch, which a simulation does not need
 
         return cls(version, TensorsOfFile(path, digests))
@@ -91,8 +91,8 @@ class Trainer(StepTrainer, Protocol):
 
 
 class _StartedStep(Pending):
-    """Runs a step, with `in_background` in a thread of its own. This thread ends with the step, because the OpenMP
-    threads that torch starts live as long as the thread that called torch."""
+    """Runs a train step. With `in_background`, the step runs in a new thread, which ends with the step. The OpenMP
+    threads that torch starts for this thread then end too."""
 
     def __init__(self, step: Callable[[], dict[str, float]], *, in_background: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "trainer")

@@ -60,7 +60,7 @@ class AccessControl(WorkerAccess):
                 return grant
             refusals.append(Denied(403, banned, grant.label))
             break
-        # prefer the reason of an authenticator that knows the token
+        # report a refusal with status 403 or, if there is none, a refusal by an authenticator that knows the token
         denied = max(refusals, key=lambda one: (one.status, one.name is not None))
         self.denied += 1
         route = request.match_info.route.resource

@@ -4,11 +4,11 @@ each caller. The module uses no socket and no clock.
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
                   └──▶ evicted: too many strangers, or no token in time
 
-Connections that have not presented a valid access token ("strangers") have a separate limit. If the limit is reached
-when a connection arrives, the oldest stranger of the network address with the most strangers is closed. A caller that
-opens many connections therefore loses its own connections, and callers without a token cannot block callers with a
-token. All untrusted tokens together may use half of all connections, and one untrusted token at most a quarter. Another
-quarter of all connections is only for the run's owner (admins, trusted workers).
+Connections that have not presented a valid access token ("strangers") have a separate limit. If a connection arrives
+when this limit is reached, one stranger is closed: the oldest stranger of the network address that has the most
+strangers. A caller that opens many connections therefore loses its own connections, and callers without a token cannot
+block callers with a token. All untrusted tokens together may use half of all connections, and one untrusted token at
+most a quarter. A further quarter of all connections is reserved for the run's owner (admins, trusted workers).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Return the oldest connection without a valid token, to close it when no file descriptor is left. None: all
-        connections have presented a valid token."""
+        """Return the oldest connection without a valid token, or None if all connections have presented one. The caller
+        closes this connection when no file descriptor is left."""
         return next(iter(self._strangers), None)
 
     def overdue(self, now_s: float) -> list[int]:

@@ -63,8 +63,8 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: function that maps the name of an access token to the weight (`WorkerJoined.weight`) of the run's own
-        workers that use this token."""
+        """weight: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
+        token of this name."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -126,7 +126,8 @@ class Membership:
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove the workers of a quarantined id or access token; revoke their trajectories not yet trained on."""
+        """Remove the workers of a quarantined id or access token. Revoke those of their trajectories that were not
+        trained on yet."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -292,7 +293,8 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of a version that this process has published and workers may serve; otherwise None."""
+        """Return the number of `version` if this process has published it and workers may still serve it, otherwise
+        None."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

@@ -61,7 +61,7 @@ class RelayOptions:
     headers: dict[str, str]
     listen: ListenAddress
     public_url: str | None
-    """URL at which workers reach the relay; None if this is the listening address."""
+    """URL at which workers reach the relay; None if workers use the listening address."""
     cache: Path
     cache_bytes: int
     ssl: Any = None
@@ -78,7 +78,8 @@ class Relay:
         self._verified: set[str] = set()
         """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Digest of a chunk or version of a manifest → running fetch, which later requests for the same data share."""
+        """The running fetches. The key is the digest of a chunk, or the version of a manifest. Later requests for the
+        same data wait for the running fetch."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -126,8 +127,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Check the secret of a request. Return the key by which downloads are limited. The key is the caller's
-        network, because all workers present the same secret."""
+        """Check the secret of a request. Return the caller's network, whose downloads are limited together. The secret
+        cannot distinguish callers, because all workers present the same one."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
@@ -157,7 +158,8 @@ class Relay:
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a reader of a verified chunk, which is on disk if the cache has room for it, otherwise in memory."""
+        """Return a reader of a verified chunk. It reads the chunk from disk if the cache has room for it, otherwise
+        from memory."""
         if digest in self._verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")

@@ -38,13 +38,13 @@ class Downloads:
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[None]:
-        """Wait for a download slot of the caller `key` and for one of the process, and hold both within the context.
-        Raises HTTPServiceUnavailable if they do not become free within `QUEUE_S` seconds."""
+        """Wait until the caller `key` has a free download slot, and then until the process has one. Hold both slots
+        within the context. Raises HTTPServiceUnavailable if the wait exceeds `QUEUE_S` seconds."""
         share = self._shares.setdefault(key, asyncio.Semaphore(MAX_DOWNLOADS_PER_TOKEN))
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(QUEUE_S):
-                    # the caller's slot first: a request that waits for it must not hold a slot of the process
+                    # the caller's slot first, so that a request that waits for it holds no slot of the process
                     for one in (share, self._places):
                         await held.enter_async_context(one)
             except TimeoutError as error:

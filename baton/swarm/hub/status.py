@@ -38,7 +38,8 @@ class QuarantineStatus(msgspec.Struct, frozen=True):
     name: str
     reason: str
     trained_steps: tuple[int, ...]
-    """Train steps whose batches contain the worker's last `REMEMBERED_TRAINED` trained trajectories."""
+    """Train steps that trained on the worker's trajectories, according to a record of the last `REMEMBERED_TRAINED`
+    trajectories."""
     num_trained: int
     """Number of the worker's trajectories that were trained on."""
     num_revoked: int

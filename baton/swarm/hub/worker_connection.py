@@ -90,7 +90,8 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of unsent bytes, or 0 for a closed TLS transport, whose method raises AttributeError."""
+    """Return the number of unsent bytes. Return 0 for a closed TLS transport, because `get_write_buffer_size` then
+    raises AttributeError."""
     try:
         return transport.get_write_buffer_size()
     except AttributeError:

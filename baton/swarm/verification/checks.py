@@ -179,10 +179,10 @@ def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, 
 def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Search for stop strings token by token, as an engine does. A token that completes a stop string must be the last
-    token of a report with the finish reason `stop`. The last token of a report with this finish reason must complete a
-    stop string, or its id must end a trajectory. Return a sentence that names the first violation, or None if there is
-    none."""
+    """Search for stop strings token by token, as an engine does. If a token completes a stop string, it must be the
+    last token of its report, and the finish reason must be `stop`. If the finish reason is `stop`, the last token must
+    complete a stop string or be a token that ends a trajectory. Return a sentence that names the first violation, or
+    None if there is none."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

@@ -34,7 +34,8 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""Maximum seconds that a trajectory is held back without a result: the sum of a constant and a time per token."""
+"""The maximum time for which a trajectory is held back without a result: the first number in seconds, plus the second
+number in seconds per token."""
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
@@ -45,9 +46,11 @@ REMEMBERED_OPEN = 100_000
 REMEMBERED_TRAINED = 10_000
 """Maximum number of trajectories in `QuarantineRecord.trained`."""
 AFTER_SUSPECT = 16
-"""After a suspect trajectory, this number of the worker's next trajectories are all checked."""
+"""After a check has found a trajectory suspect, this number of the worker's next trajectories are checked without
+exception."""
 EVALUATED_TOGETHER = 64
-"""After each check of a worker, at most this number of its newest results are also evaluated together."""
+"""After each check, the newest results of the worker are also evaluated together. This is the maximum number of these
+results."""
 
 
 class InspectionSettings(Settings):
@@ -56,10 +59,11 @@ class InspectionSettings(Settings):
     share: float = Field(default=0.05, ge=0, le=1)
     """Share of each untrusted worker's finished trajectories that is checked."""
     trusted_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of each trusted worker's finished trajectories that is checked, to calibrate its class's tolerances."""
+    """Share of each trusted worker's finished trajectories that is checked. The results calibrate the tolerances of the
+    worker's class."""
     first: int = Field(default=8, ge=0)
-    """All of a new worker's first finished trajectories, up to this number, are checked. For later trajectories,
-    `share` or `trusted_share` applies."""
+    """This number of each new worker's first finished trajectories are checked without exception. For later
+    trajectories, `share` or `trusted_share` applies."""
     own: bool = False
     """True: workers that the run itself started, with `--workers` or on a cluster, are also checked."""
     device: str = "cpu"
@@ -75,7 +79,7 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     """Name of the trajectory whose check was decisive, or `a report of worker N` for an invalid report."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """Names of the worker's finished trajectories that were not trained on, to be generated again."""
+    """Names of the worker's finished trajectories that were not trained on. They are generated again."""
     trained: tuple[tuple[str, int], ...]
     """Pairs (trajectory, train step) of the trajectories that were trained on last; at most `REMEMBERED_TRAINED`
     pairs."""
@@ -231,7 +235,8 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 class _CheckedWorker:
     verdicts: deque[VerificationResult]
     checks_owed: int
-    """Number of the worker's next finished trajectories that are all checked, without a random selection."""
+    """While this number is above 0, each finished trajectory of the worker is checked. The number then decreases by 1.
+    At 0, the random selection applies."""
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)
@@ -421,6 +426,7 @@ class VerificationPolicy:
 
 
 def name_of(key: Key) -> str:
-    """Return a trajectory's name. The noise seeds of training and evaluations differ, so the names differ as well."""
+    """Return a trajectory's name. The name contains the noise seed, because training and evaluations may use equal
+    group ids but have different noise seeds."""
     noise_seed, group_id, sample_index = key
     return f"{group_id}/{sample_index}@{noise_seed}"

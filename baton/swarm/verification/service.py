@@ -34,7 +34,8 @@ MAX_BATCH = 64
 
 
 class LogprobScorer(Protocol):
-    """Recomputes the logprobs and draw gaps (`Rescored`) of reported tokens (claims), under one version at a time."""
+    """Recomputes the logprobs and draw gaps (`Rescored`) of the tokens in workers' reports (`Claim`). One version is
+    loaded at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""

@@ -8,8 +8,8 @@ worker deviates only by rounding errors. The distribution of rounding errors dep
 estimated from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding
 cannot explain leads to quarantine.
 
-Deviations are multiplied by min(1, temperature), because sampling divides the logits, and with them their rounding
-errors, by the temperature.
+Sampling divides the logits by the temperature, and thereby also their rounding errors. Deviations are therefore
+multiplied by min(1, temperature).
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from baton.rollout.engine import OWN_NOISE
 from baton.rollout.rescoring import Rescored
 
 HEADROOM = 1.5
-"""A calibrated bound of a tolerance is a quantile of the observed values multiplied by this number."""
+"""A calibrated bound is the product of this factor and a quantile of the observed values."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Let p be the probability that, for a correct worker, at least as many tokens exceed a tolerance as in the checked
-trajectory. The result is SUSPECT if an upper bound on p is below the first number, and BAD if below the second."""
+"""Suppose that n tokens of a checked trajectory exceed a tolerance. Let p be the probability that n or more tokens of a
+correct worker's trajectory exceed it. The result is SUSPECT if an upper bound on p is below the first number, and BAD
+if it is below the second number."""
 _MAX_FACTOR = 10.0
-"""Maximum factor between a calibrated `Tolerance.logprob` or `.draw_gap` and the default for its dtype."""
+"""Limits how much a calibrated `Tolerance.logprob` or `Tolerance.draw_gap` may differ from the default for its dtype:
+it may be larger or smaller by at most this factor."""
 _FLOAT32_ROUNDING = 1e-6
 """Lower bound on a calibrated `Tolerance.typical`, in nats: the rounding error of float32 logprobs."""
 _TYPICAL_QUANTILE = 0.8
-"""`Tolerance.typical` is this quantile of the logprob differences of correct workers, multiplied by `HEADROOM`."""
+"""`Tolerance.typical` is the product of `HEADROOM` and this quantile of the logprob differences of correct workers."""
 
 
 class WorkerClass(msgspec.Struct, frozen=True):
@@ -65,7 +67,8 @@ class Tolerance:
     """Allowed differences between reported and rescored values. Logprobs and draw gaps are in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|: at most the share `beyond` of a correct worker's tokens is above it."""
+    """Bound on |behavior − rescored logprob|. At most the share `beyond` of a correct worker's tokens exceeds this
+    bound."""
     draw_gap: float
     """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token. At most the
     share `beyond` of a correct worker's tokens exceeds the bound."""
@@ -73,9 +76,9 @@ class Tolerance:
     """Second bound on |behavior − rescored logprob|. Less than the share `often` of a correct worker's tokens exceeds
     this bound. The bound depends on the exact order of sums, so it is infinite (no test) before the calibration."""
     beyond: float = 0.002
-    """Share of a correct worker's tokens that may exceed `logprob`; the same share may exceed `draw_gap`."""
+    """Share of a correct worker's tokens whose deviation may exceed `logprob`. The same share applies to `draw_gap`."""
     often: float = 0.4
-    """Share of a correct worker's tokens that may exceed `typical`."""
+    """Share of a correct worker's tokens whose deviation may exceed `typical`."""
     wild: float = 5.0
     """If a token's deviation exceeds this multiple of `logprob` or `draw_gap`, rounding cannot explain it."""
     judges_draws: bool = True
@@ -83,7 +86,8 @@ class Tolerance:
     tokens."""
     tail: float = 1e-9
     """If the noise selects another token, the reported token must have at least this tail mass
-    (`Rescored.tail_masses`). A correct worker generates a token of smaller tail mass with at most this probability."""
+    (`Rescored.tail_masses`). The probability that a token of a correct worker has a smaller tail mass is at most this
+    number."""
 
 
 DEFAULTS = {
@@ -105,8 +109,9 @@ class CheckOutcome(StrEnum):
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 """The test that was decisive. `logprob`, `draw`: a value exceeds `Tolerance.logprob` or `Tolerance.draw_gap` too often
-or by too much. `unlikely`: a token of very low probability that the keyed noise does not select. `typical`: too many
-logprobs differ slightly, as under slightly different weights. `report`: the report violates a rule of `checks.py`."""
+or by too much. `unlikely`: the keyed noise does not select the token, and the token has a very low probability.
+`typical`: too many logprobs differ slightly, as under slightly different weights. `report`: the report violates a rule
+of `checks.py`."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
@@ -251,7 +256,8 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """Sampled values and running sums of the rescored tokens of all trusted workers of one class."""
+    """Statistics of the rescored tokens of all trusted workers of one class: a sample of the values, and sums over all
+    tokens."""
 
     differences: list[float] = field(default_factory=list)
     """Values of |behavior − rescored logprob|, in nats, for a uniform sample of the tokens."""
@@ -275,7 +281,8 @@ class Calibration:
     def observe(
         self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: int | None = None
     ) -> None:
-        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1, or from `first` on."""
+        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1. Without `end`, add all
+        tokens from `first` on."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
@@ -300,9 +307,10 @@ class Calibration:
         """Return the tolerance of a class of workers. Until `min_tokens` tokens of the class have been observed, the
         default for the class's dtype is returned.
 
-        Afterwards, `logprob` and `draw_gap` are `HEADROOM` times the (1 − `beyond`) quantile of the observed values,
-        and differ from the default at most by the factor `_MAX_FACTOR`. A draw gap is measured between two bounds that
-        rounding may move in opposite directions, so `draw_gap` is at least twice `logprob`.
+        Afterwards, `logprob` and `draw_gap` are computed from the observed values: each is the product of `HEADROOM`
+        and the (1 − `beyond`) quantile. They differ from the default at most by the factor `_MAX_FACTOR`. A draw gap is
+        the distance between two bounds, and rounding may move these bounds in opposite directions. Therefore `draw_gap`
+        is at least twice `logprob`.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
@@ -345,7 +353,7 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
     """Return the reason why untrusted workers of a class are refused, or None if they are accepted. Untrusted workers
     are refused if the sampling of their engine cannot be checked.
 
-    kind: the recipe's `engine.kind`. Workers with this engine are accepted even if the engine's sampling cannot be
+    kind: the recipe's `engine.kind`. Workers with an engine of this kind are accepted even if its sampling cannot be
     checked.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:

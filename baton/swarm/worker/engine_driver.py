@@ -57,7 +57,7 @@ class EngineDriver:
         self._aborting.discard(lease_id)
         self._engine.abort(lease_id)
         if not self._leases:
-            # `EngineThread` does not step an idle driver, so without this step the slot would stay occupied
+            # `EngineThread` does not step a driver that has no leases; without this step, the slot would stay occupied
             self._engine.step()
 
     def drop_all(self) -> None:
@@ -104,15 +104,16 @@ class EngineDriver:
         return reports
 
     def _submit(self, lease: Lease) -> None:
-        """Submit a lease. With `resume`, the submitted lease requires exactly the engine's version, so the engine uses
-        no keys and values of older versions."""
+        """Submit a lease. With `resume`, a lease that accepts several versions is submitted for exactly the engine's
+        current version. The engine then uses no keys and values of older versions."""
         number = self._engine.version.number
         if self._resumes and lease.version <= number:
             lease = msgspec.structs.replace(lease, version=lease.version if lease.is_exact else number, is_exact=True)
         self._engine.submit(lease)
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Return reports of aborted leases. carried: leases that this worker resumes, so not reported as aborted."""
+        """Return the reports of aborted leases. carried: leases that this worker will resume. Their reports do not say
+        that the lease is aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:

@@ -40,7 +40,8 @@ class Prepare(msgspec.Struct, frozen=True):
 
     welcome: messages.Welcome
     is_new_hub: bool
-    """Whether the engine must first discard all leases: leases of another hub process may have the same ids."""
+    """True if the engine's leases are from another hub process. The engine must then first discard all leases, because
+    the new leases may have the same ids."""
 
 
 Command = (

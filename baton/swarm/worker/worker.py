@@ -48,7 +48,8 @@ GOODBYE_S = 10.0
 """Maximum seconds for a leaving worker to report its tokens; its engine then has the same time to close."""
 
 MakeEngine = Callable[[messages.Welcome, Path, Mapping[str, Any] | None], Engine]
-"""Function (welcome, directory of configuration and tokenizer, tensors of an adapter's base model) → engine."""
+"""Function that returns a new engine. Its arguments are the hub's Welcome, the directory with the model's configuration
+and tokenizer, and the tensors of the base model if versions are adapters, otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class WorkerOptions:
     url: str
     token: str
     ssl: SSLContext | aiohttp.Fingerprint | None = None
-    """Verification of the hub's certificate: by an authority, or against one fingerprint."""
+    """Determines how the hub's certificate is verified: by a certificate authority (SSLContext), or by its
+    fingerprint."""
     slots: int | None = None
     """Number of slots; None uses the recipe's key `engine.slots`."""
     store: str | None = None
@@ -68,7 +70,7 @@ class WorkerOptions:
     engine: str | None = None
     """Kind of engine, which is also part of the worker class; None uses the recipe's key `engine.kind`."""
     reconnect_timeout_s: float | None = None
-    """Seconds without a hub after which the worker ends with DeadlineExceeded; None for no limit."""
+    """If no hub serves the worker for this number of seconds, it ends with DeadlineExceeded. None: no limit."""
     say: Callable[[str], None] = say
 
 
@@ -86,7 +88,7 @@ class SwarmWorker:
         self._running: asyncio.Task[Any] | None = None
         self._engine: EngineThread | None = None
         self._is_awake = asyncio.Event()
-        """Not set while the engine must not use its device (`use_device`)."""
+        """Cleared while the engine must not use its device (`use_device`)."""
         self._is_awake.set()
 
     async def run(self) -> None:

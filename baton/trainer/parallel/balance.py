@@ -49,10 +49,10 @@ def balanced(costs: Sequence[float], count: int, speeds: Sequence[float] = ()) -
     """Distribute the indices 0 … len(costs) − 1 over `count` parts that take about the same time; each part is sorted.
     `speeds`: relative speed of the rank of each part; by default, all are equal.
 
-    Costs are assigned in descending order, each to the part that takes the least time after the assignment (Graham
-    1969; Gonzalez, Ibarra and Sahni 1977). If several parts take equally little time, the first one gets the cost. At
-    equal speeds, no part exceeds the mean by more than (1 − 1/count) times the largest cost. The result depends only on
-    the arguments, so every rank computes the same parts.
+    Costs are assigned in descending order. Each cost is assigned to the part that then has the shortest total time
+    (Graham 1969; Gonzalez, Ibarra and Sahni 1977). If several parts take equally little time, the first one gets the
+    cost. At equal speeds, no part exceeds the mean by more than (1 − 1/count) times the largest cost. The result
+    depends only on the arguments, so every rank computes the same parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     rates = np.array(speeds or [1.0] * count)

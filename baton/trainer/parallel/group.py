@@ -96,7 +96,8 @@ class SingleRank:
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return, on every rank, the `trouble` of the lowest rank that passed one; None if no rank passed one."""
+        """Return the same text on every rank: the `trouble` of the lowest rank that passed one, or None if all ranks
+        passed None."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -192,9 +193,9 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients that FSDP does not sum over the ranks: those of layers that each rank applies only to its
-        own attention heads, of parameters that FSDP does not shard, and of a tied embedding, which is in the first and
-        in the last stage."""
+        """Sum the gradients that FSDP does not sum over the ranks. These are the gradients of three kinds of
+        parameters: of layers that each rank applies only to its own attention heads, of parameters that FSDP does not
+        shard, and of a tied embedding, which is in the first and in the last stage."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
@@ -225,7 +226,7 @@ class RankGroup(SingleRank):
         return found
 
     def sums(self, values: FloatArray) -> FloatArray:
-        # summed in float64: a value that only one rank has is returned exactly, because the other ranks pass 0
+        # in float64: if only one rank has a value, the other ranks pass 0, and the sum is exactly this value
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()

@@ -57,7 +57,8 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     """Network interface of `host`, for gloo and NCCL. If empty, gloo and NCCL choose an interface."""
     threads: int = 1
     device_index: int | None = None
-    """Index among the process's visible GPUs. None: the rank modulo the number of visible GPUs."""
+    """Index of the rank's GPU among the GPUs that its process sees. If None, the index is the rank modulo the number of
+    these GPUs."""
     scratch: str = ""
     """Directory for the files of published versions. If empty, rank 0 creates a temporary directory."""
 
@@ -129,7 +130,7 @@ class SendBucket(msgspec.Struct, frozen=True, tag="SendBucket"):
     name: str
     index: int
     place: dict[str, Any]
-    """Index, number of buckets and version, for the engine's checks."""
+    """Index of the bucket, number of buckets, and version. The engine checks these values."""
 
 
 class CloseReplica(msgspec.Struct, frozen=True, tag="CloseReplica"):
@@ -276,8 +277,9 @@ class Ranks(Protocol):
         """Send a request to all ranks and return their answers in rank order, including Faults.
 
         After one rank's Fault, the other ranks must answer within `FAULT_GRACE_S`, because they may be waiting for the
-        failed rank in a collective. If a rank exits or does not answer in time, ends all ranks and raises the error
-        that another rank reported (`error_of`), or else a RankLost that names the rank.
+        failed rank in a collective. If a rank exits or does not answer in time, this method ends all ranks. It then
+        raises the error that another rank has reported (`error_of`). If there is no such error, it raises a RankLost
+        that names the rank.
         """
 
     def bring(self, path: str) -> Path:

@@ -148,8 +148,9 @@ class RankServer:
             torch.cuda.set_device(device)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
-        # A gloo collective times out before the controller's request: the waiting ranks then answer with a Fault, and
-        # the rank that hangs is known. NCCL ends a process that waits too long, so the timeout of NCCL is longer.
+        # With gloo, collectives time out earlier than the controller's request. The waiting ranks can then answer with
+        # a Fault, which shows which rank hangs. NCCL instead ends a process that waits too long, so its timeout is
+        # longer.
         timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -128,8 +128,8 @@ class RankedTrainer(Trainer):
         self._ranks.close()
 
     def _ask(self, message: messages.ToRank, kind: type[Answer], lock_s: float | None = None) -> list[Answer]:
-        """`lock_s`: maximum seconds to wait for a request of another thread. None means `timeout_s`, the maximum
-        duration of a request."""
+        """`lock_s`: maximum seconds to wait until another thread's request has ended. The default is `timeout_s`, which
+        is the maximum duration of a request."""
         lock_s = self._timeout_s if lock_s is None else lock_s
         if not self._lock.acquire(timeout=lock_s):
             raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s:g} s")

@@ -75,5 +75,6 @@ def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0)
 
 
 def exchanges(passes: Sequence[Pass]) -> list[tuple[Pass | None, Pass | None]]:
-    """Return (pass whose output is sent, pass whose input is received) of each exchange; None at the start and end."""
+    """For each exchange, return the pass whose output is sent and the pass whose input is received. The first exchange
+    sends nothing, and the last exchange receives nothing (None)."""
     return list(zip([None, *passes], [*passes, None], strict=True))

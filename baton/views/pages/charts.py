@@ -176,7 +176,8 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Return the width of the moving mean in train steps: a twentieth of the run, odd, at least 5."""
+    """Return the width of the moving mean in train steps. It is about a twentieth of the run, always odd, and at least
+    5."""
     return max(5, num_steps // 20 | 1)
 
 

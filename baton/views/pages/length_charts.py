@@ -14,7 +14,8 @@ from baton.views.pages.history import VERDICTS, Floats, StepLengths
 
 COLOURS = dict(zip(VERDICTS, (BLUE, ORANGE, GREY), strict=True))
 SHADES = ((0.0, 0.10), (0.02, 0.24), (0.05, 0.40), (0.10, 0.58), (0.20, 0.78), (0.40, 1.0))
-"""Pairs of (minimum share of a step's responses, opacity of a cell with at least this share)."""
+"""Pairs (share, opacity). If a cell contains at least this share of a step's responses, it is drawn with this opacity.
+If several pairs apply, the last one is used."""
 
 
 def length_charts(samples: Sequence[StepLengths], last_step: int) -> Iterator[Chart]:

@@ -103,7 +103,7 @@ def _staleness(result: Result) -> Chart:
 
 
 def _untrained(result: Result) -> dict[str, float]:
-    """Return outcome → percentage of the generated tokens that had this outcome and were not trained."""
+    """Return the percentages of the generated tokens that were not trained, by outcome."""
     total = max(1, result.tokens["generated"])
     accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
     return {name: 100 * count / total for name, count in accounts.items() if count}
