@@ -57,7 +57,8 @@ class Tracer(Protocol):
 
 
 def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide a trace at its marks into periods that have no gap inside. Marks and empty periods are omitted."""
+    """Divide the spans of a trace into periods in which no span is missing. A period ends at each mark `BEGIN` or
+    `GAP`. Marks and empty periods are omitted."""
     found: list[list[Span]] = [[]]
     for span in spans:
         if span.name in (BEGIN, GAP):
@@ -93,8 +94,9 @@ class TraceWriter:
     """Writes the spans of a live run to the run's directory. Any thread may add spans. Callers give times as values of
     `time.monotonic`.
 
-    Spans are written to trace.jsonl until it has half of the allowed size, then to trace.last.jsonl. When
-    trace.last.jsonl reaches a quarter of the allowed size, it replaces trace.before.jsonl.
+    Spans are first written to trace.jsonl. When this file has half of the allowed size, the writer continues with
+    trace.last.jsonl. When trace.last.jsonl has a quarter of the allowed size, the writer renames it to
+    trace.before.jsonl, which replaces the earlier file of this name, and starts a new trace.last.jsonl.
     """
 
     def __init__(self, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:

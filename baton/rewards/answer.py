@@ -43,8 +43,8 @@ _STATED = re.compile(
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
     """Return the answer in a response, without whitespace around it, or None if the response does not follow the
-    format. `pattern`: regular expression, for the format `regex`; a response for which matching takes longer than 30 s
-    of processor time has no answer."""
+    format. `pattern`: regular expression for the format `regex`. If matching takes longer than 30 s of processor time,
+    the response has no answer."""
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None
@@ -69,8 +69,8 @@ def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = ""
 
 
 def choice_letter(text: str) -> str | None:
-    """Return the letter of the choice that an answer states: `C` for `C`, `(C)`, `C. Paris` or `\\text{C}`; None for an
-    answer of another form."""
+    """Return the letter of the choice in an answer, or None if the answer does not begin with a letter of a choice. For
+    example, the answers `C`, `(C)`, `C. Paris` and `\\text{C}` all give `C`."""
     found = re.match(r"[\s($*_]*(?:\\\w+\{)?[\s(]*([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
     return found[1].upper() if found else None
 

@@ -8,8 +8,8 @@
 
 Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
 Functions of the other conventions are called once per response. Arguments are passed by name: a function may have any
-subset of the parameters. Functions score multi-turn episodes too. For an episode, column arguments come from the
-dataset row, and a completion is a list of messages.
+subset of the parameters. Functions score multi-turn episodes too. When a function scores an episode, each argument
+named after a dataset column has the value from the dataset row. Each completion is a list of messages.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ MAX_REWARD = 1e6
 """Maximum magnitude of a reward and of each reward part. Statistics are computed in float32, which has 7 digits. Above
 this limit, rewards that differ by 0.1 become equal; the square of a reward above 1.8e19 overflows."""
 PASSED: dict[str, RewardFunction] = {}
-"""Path in the recipe → function that a script passed to `baton.train`. Other processes cannot call these functions."""
+"""The functions that a script passed to `baton.train`, by their path in the recipe. Other processes cannot call these
+functions."""
 BUILT_IN: dict[Signature, tuple[str, ...]] = {
     "names": ("prompt", "response", "parsed", "episode"),
     "trl": ("prompts", "completions", "completion_ids", "answer"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""Calling convention → names of its arguments. Columns of the row are also arguments of `names` and `trl`."""
+"""Names of the arguments of each calling convention. With the conventions `names` and `trl`, every column of the
+dataset row is an argument too."""
 
 
 def import_function(path: str, what: str = "reward function") -> RewardFunction:
-    """Return the function that `PASSED` has for this path, or import the function: `path` is `module:name` or
-    `file.py:name`. The module may be in the current directory. Raises UserError if the import fails."""
+    """Return the function with the path `path`, which is `module:name` or `file.py:name`. If a script has passed this
+    function (`PASSED`), return it without an import; otherwise import it. The module may be in the current directory.
+    Raises UserError if the import fails."""
     return PASSED[path] if path in PASSED else _imported(path, what)
 
 
@@ -74,8 +77,8 @@ def _imported(path: str, what: str) -> RewardFunction:
 
 
 def detect_signature(function: RewardFunction) -> Signature:
-    """Detect the calling convention of a function from its name and parameters. `verl`: the name `compute_score`, or
-    verl's parameters. `trl`: a parameter `completions`. `names`: anything else."""
+    """Return the calling convention of a function. It is `verl` if the function is named `compute_score` or has verl's
+    parameters, `trl` if the function has a parameter `completions`, and `names` otherwise."""
     if getattr(function, "__name__", "") == "compute_score":
         return "verl"
     try:
@@ -125,7 +128,8 @@ def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Ca
 
 
 def waited(result: Any) -> Any:
-    """Return `result` or, if `result` is awaitable, its outcome, awaited in a new event loop."""
+    """If `result` is awaitable, await it in a new event loop and return its value. Otherwise return `result`
+    unchanged."""
 
     async def outcome() -> Any:
         return await result

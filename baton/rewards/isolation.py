@@ -56,8 +56,8 @@ class Isolation:
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Make `scratch` the working directory. Call this method after all imports, because their paths are relative to
-        the run's directory."""
+        """Make `scratch` the working directory. Call this method after all imports, because import paths may be
+        relative to the run's directory."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 
@@ -85,8 +85,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
     the scorer's exit code.
 
-    `who`: subject of the sentence in `Isolation.description`. `network_key`: recipe key that allows the network, named
-    in the same sentence.
+    `who` and `network_key` appear in `Isolation.description`. `who` names the isolated processes. `network_key` is the
+    recipe key that allows them to use the network.
     """
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)
@@ -119,7 +119,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
 
 def detach_streams() -> None:
     """Redirect standard input from /dev/null and standard output to standard error, so that output of user code does
-    not mix with messages. The caller must have duplicated both streams, to use the duplicates for messages."""
+    not mix with messages. Before this call, the caller must duplicate both streams, and then use only the duplicates
+    for messages."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)  # by line, because a kill would lose the content of a larger buffer

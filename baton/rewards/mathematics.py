@@ -40,8 +40,8 @@ def math_score(answer: str | None, reference: str | None) -> Outcome:
     gold = _parsed(reference)
     if not gold:
         return CallFailure(FailureCause.MALFORMED, f"cannot read the reference {reference[:80]!r} as mathematics")
-    # math-verify's own timeouts are disabled: they use signal.alarm, and a timeout looks like an unreadable answer;
-    # at the call's deadline, the process is killed
+    # math-verify's own timeouts are disabled, because a timeout would look like an unreadable answer; if a call exceeds
+    # its deadline, the process is killed instead
     return CallValue(float(math_verify.verify(gold, _parsed(answer), timeout_seconds=None, raise_on_error=True)))
 
 

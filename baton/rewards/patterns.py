@@ -9,8 +9,8 @@ from __future__ import annotations
 import regex
 
 DEADLINE_S = 30.0
-"""Maximum processor time in seconds of a search. The package `regex` counts the time of all threads of the process. The
-value is therefore far above the time that a usual pattern needs, even if other threads compute at the same time."""
+"""Maximum processor time of a search, in seconds. The package `regex` counts the processor time of all threads of the
+process. The limit is therefore so high that a usual pattern does not reach it, even while other threads compute."""
 
 
 def check_pattern(pattern: str) -> int:

@@ -1,14 +1,14 @@
 """Controls the worker processes of a run's reward scorers. `start` starts the first process; further processes start
 when they are needed. A process is killed when a call exceeds its deadline.
 
-While a synchronous scorer executes a call, its worker process runs no other call. If the process hangs or crashes, this
-call is therefore at fault. Asynchronous scorers share one worker process. If this process is killed, each of its
-unfinished calls is repeated in a separate process, which shows which call is at fault. All code of this file runs in
-the thread of one event loop.
+While a synchronous scorer executes a call, its worker process runs no other call. A hang or crash of the process is
+therefore always the fault of the call that it executes. Asynchronous scorers share one worker process. If this process
+is killed, each of its unfinished calls is repeated in a separate process, which shows which call is at fault. All code
+of this file runs in the thread of one event loop.
 
-The process pools of libraries do not meet these requirements. In tests, pebble 5.2 had three faults: the whole pool
-breaks when an idle worker dies, the cause of a failed import is lost, and processes that a killed scorer had started
-keep running.
+This file implements its own process pool, because pools of libraries lack these properties. In tests, pebble 5.2 had
+three faults. The whole pool breaks when an idle worker dies. The cause of a failed import is lost. If a scorer is
+killed, the processes that it has started keep running.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class ScorerProcess(Protocol):
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
         """Make one call. Raises WorkerExited if the process ends, and TimeoutError if no answer arrives within
-        `timeout_s`. `deadline_s`: limit that the process itself enforces, but only for asynchronous scorers."""
+        `timeout_s`. `deadline_s`: maximum duration of the call. The process enforces it for asynchronous scorers; for
+        other scorers, the process ignores it."""
 
     def kill(self) -> None:
         """Kill the process, without waiting for its end."""
@@ -82,7 +83,7 @@ def _lost(calls: Calls, error: WorkerExited) -> Outcomes:
 
 
 class BusyTime:
-    """The time for which the slots of a process are in use. Its methods may be called in any thread."""
+    """Measures for how long the slots of a process are in use. Its methods may be called in any thread."""
 
     def __init__(self, num_slots: int, clock: Clock) -> None:
         self._num_slots, self._clock, self._lock = num_slots, clock, threading.Lock()
@@ -95,7 +96,8 @@ class BusyTime:
             self._num_calls += num_calls
 
     def take(self) -> float:
-        """Return the seconds for which calls used slots since the previous `take`, averaged over the slots."""
+        """Return for how many seconds a slot was in use since the previous `take`. The value is the mean over all
+        slots."""
         with self._lock:
             self._count()
             busy_s, self._busy_s = self._busy_s, 0.0
@@ -118,12 +120,13 @@ class WorkerPool:
         holds_model: bool = False,
         launch: Launch | None = None,
     ) -> None:
-        """holds_model: the shared process holds a reward model, so calls never run in another process. launch: starts a
-        process; the default starts it on this machine."""
+        """holds_model: whether the shared process holds a reward model. If so, all calls run in this process, because
+        only this process has the model. launch: starts a process; the default starts it on this machine."""
         self._setup, self._holds_model = setup, holds_model
         slots = max((s.concurrency for s in setup.specs if isinstance(s, protocol.GenerativeModelSpec)), default=1)
         self.num_slots = slots
-        """Calls that a process with a reward model executes at once. A classifier scores one batch at a time."""
+        """Maximum number of calls that a process with a reward model executes concurrently. For a classifier, it is 1,
+        because a classifier scores one batch at a time."""
         self._is_here = launch is None
         self._launch = launch or (lambda: LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)
@@ -204,7 +207,8 @@ class WorkerPool:
         return self._shared
 
     async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:
-        """Start a process. after: a killed process, whose memory must be free before the new process starts."""
+        """Start a process. after: a killed process. The new process starts only when the memory of the killed process
+        is free."""
         if after is not None:
             await after.ended()
         if self._unloadable:

@@ -6,8 +6,8 @@ generates, and each call has a deadline. If a call hangs, crashes or returns an 
 reward, and the cause is recorded. A trajectory without a reward does not count as reward 0 or as a wrong answer.
 
 A multi-turn episode already has the reward of its environment when it is submitted. The values of reward functions,
-remote scorers and reward models are added to the environment's reward. All other kinds of parts score the answer of a
-single-turn task and do not apply to episodes.
+remote scorers and reward models are added to this reward. Reward parts of other kinds, such as `exact`, score the
+answer of a single-turn task and do not apply to episodes.
 """
 
 from __future__ import annotations
@@ -67,12 +67,14 @@ OF_EPISODES = ("function", "http", "model")
 OF_ANSWERS = ("exact", "math", "format")
 """Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default deadline of a call of a reward model: seconds from sending the call to a process of the model, including the
-wait for earlier calls in that process. Waits for `concurrency` and for the model to load are excluded."""
+"""Default deadline of a call of a reward model, in seconds. The time begins when the call is sent to a process of the
+model. It includes the wait for earlier calls in that process. It excludes the waits for `concurrency` and for the model
+to load."""
 MAX_UNANSWERED = 32
-"""After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested with a
-call that it has answered before, or with the reference answer if there is no such call. If the test succeeds, the
-responses caused the failures and the run continues. Otherwise the run stops with an error."""
+"""If a scorer gives no answer to this number of consecutive calls (timeout, crash, unreachable), the scorer is tested.
+The test repeats a call that the scorer has answered before. If there is no such call, the test sends the reference
+answer. If the test succeeds, the responses caused the failures and the run continues. Otherwise the run stops with an
+error."""
 
 Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""
@@ -116,9 +118,9 @@ class RewardScorer:
         places: Sequence[tuple[str, Launch]] = (),
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
-        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: for a reward model
-        without `devices`, the device of each process and the function that starts the process. The default is one
-        process on this machine."""
+        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: where to run a
+        reward model that has no `devices`. For each process of the model, it has the device and the function that
+        starts the process. The default is one process on this machine."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -132,7 +134,8 @@ class RewardScorer:
             )
         self._tasks, self._rewards, self._answers = tasks, rewards, answers
         self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
-        """Whether multi-turn episodes must be submitted. If not, the environment's reward is their reward."""
+        """Whether multi-turn episodes must be submitted. If this value is False, the reward of an episode is the reward
+        that its environment gave."""
         self._settings, self._places = settings or JudgeSettings(), places
         self._specs: list[Spec] = []
         self._models: dict[str, list[tuple[ModelSpecs, Launch | None]]] = {}
@@ -146,7 +149,7 @@ class RewardScorer:
         self.warnings = RewardWarnings()
         """Counts all collected rewards and formulates warnings about them."""
         self._answered: dict[str, Calls] = {}
-        """Name of a scorer → the last call that the scorer answered."""
+        """The last answered call of each scorer, by the name of the scorer."""
         self._last_result_s = 0.0
         self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
         self._parts = {r.name: self._part(r) for r in rewards}
@@ -176,8 +179,8 @@ class RewardScorer:
 
         `responses`: the text of each trajectory, or the turns and observations of each episode.
 
-        `collect` and `drain` return trajectories in any order, but trajectories that were submitted by the same call
-        are returned by the same call.
+        `collect` and `drain` return trajectories in any order. Trajectories that were submitted together are returned
+        together.
         """
         if not finished:
             return
@@ -321,8 +324,8 @@ class RewardScorer:
         ]
 
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
-        """Combine the outcomes for one response. `outcomes`: name of a reward part, or "" for the task's scorer →
-        outcome."""
+        """Combine the outcomes for one response. `outcomes` maps the name of each reward part to its outcome; its key
+        "" has the outcome of the task's scorer."""
         task_scorer, score = self._scorers.get(call.prompt.task), outcomes.get("")
         rewards = self._rewards_of(call)
         failure = _failure(task_scorer, score)
@@ -478,8 +481,8 @@ class RewardScorer:
         return self._thread
 
     def _longest_call_s(self) -> float:
-        """Return the maximum number of seconds between two results. This time does not depend on the number of queued
-        calls, because at least one call is always running."""
+        """Return the maximum time from one scoring result to the next, in seconds. Queued calls do not increase this
+        time, because at least one call is always running."""
         own = (r.deadline_s or (MODEL_DEADLINE_S if r.kind == "model" else 0.0) for r in self._rewards)
         deadline_s = max(self._settings.deadline_s, *own)
         load_s = SERVER_START_S if any(r.starts_server for r in self._rewards) else LOAD_TIMEOUT_S

@@ -30,9 +30,10 @@ class Call(msgspec.Struct, frozen=True):
     answer: str | None
     """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the response as sampled, [L]. For an episode: the ids of all its paths, including observations."""
+    """Token ids of the response as sampled, [L]. If the trajectory is an episode, these are the ids of all its paths,
+    including the ids of observations."""
     episode: Episode | None = None
-    """The episode with its last path only; None for a single-turn task."""
+    """The episode, reduced to the last of its paths; None for a single-turn task."""
     turns: tuple[Message, ...] = ()
     """Turns and observations of an episode. `response` is their text, and `answer` is the answer in the last turn."""
 
@@ -127,8 +128,8 @@ Spec = FunctionSpec | ScorerSpec | MathSpec | ModelSpecs
 Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
-"""Where the answers of a task are scored. `inline`: the run's process calls `ScoredTask.score`. A spec: a worker
-process loads the scorer and calls it, because the scorer may hang. None: only reward functions score."""
+"""Where the answers of a task are scored. `inline`: in the run's process, by `ScoredTask.score`. A `Spec`: in a worker
+process, because the scorer may hang. None: nowhere; only reward functions score the responses."""
 
 
 class ScoredTask(Protocol):
@@ -147,7 +148,8 @@ class ScoredTask(Protocol):
         """Keys of the metadata that at least one prompt of the task has."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata for a worker process, with additional values if these make `score` faster there."""
+        """Return the metadata to send to a worker process. The result may have additional values that make `score`
+        faster in that process."""
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Return the score of an extracted answer: 1 means correct; a score between 0 and 1 is partial credit."""

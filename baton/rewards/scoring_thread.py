@@ -33,8 +33,8 @@ from baton.types import FailureCause
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-"""Maximum pause before a repeated call. Each pause is random; the upper limit of the pause is 0.2 s for the first
-repetition, and doubles with each further repetition up to this value."""
+"""Longest pause before a repeated call, in seconds. Each pause is random. The pause before the first repetition is at
+most `FIRST_PAUSE_S`. This maximum doubles with each repetition until it reaches `LONGEST_PAUSE_S`."""
 CLOSE_TIMEOUT_S = 10.0
 
 Result = TypeVar("Result")
@@ -49,9 +49,9 @@ class ScoringThread:
         settings: JudgeSettings,
         models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
-        """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
-        reward part → for each device, the reward model and the function that starts the model's process; None stands
-        for a process on this machine.
+        """Start the thread. Worker processes and connections start when a call first needs them. models: the reward
+        models of each reward part, by the part's name. Each device has one pair of a reward model and the function that
+        starts the model's process. If the function is None, the process starts on this machine.
         """
         self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ class ScoringThread:
         self._busy = {pool: BusyTime(pool.num_slots, self._loop.time) for pool in chain(*self._models.values())}
         self._num_calls: Counter[WorkerPool] = Counter()
         self._gone: dict[str, str] = {}
-        """Name of a reward part → error about the machine of its reward model that was lost last."""
+        """The latest error about a lost machine of a reward model, by the name of its reward part."""
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()

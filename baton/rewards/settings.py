@@ -27,8 +27,8 @@ class AnswerSettings(Settings):
     format: AnswerFormat = "tags"
     """`tags`, `boxed`, `last_line`, `last_number`, `letter` or `regex`; see docs/tasks.md."""
     pattern: str = ""
-    """Regular expression for format = "regex". The answer is the first group of its last match. A response for which
-    matching takes longer than 30 s of processor time has no answer."""
+    """Regular expression for format = "regex". The answer is the first group of its last match. If matching takes
+    longer than 30 s of processor time, the response has no answer."""
     instruct: bool = True
     """True: prompts begin with a system message that asks for the format. No message exists for `regex`."""
 
@@ -47,8 +47,9 @@ class RewardSettings(Settings):
     """Value of the part. correct: 1 if the task's scorer returns 1, else 0. score: the value of the task's scorer,
     which may be partial credit. exact: 1 if the answer equals the reference as text. format: 1 if the response follows
     the answer format. math: 1 if math-verify finds answer and reference equal. function: the value of your function.
-    http: the value of a scorer behind a URL. model: the score of a Hugging Face sequence classifier with one label, or
-    with `template` the number in the reply of a generative model, for which Baton starts a vLLM server."""
+    http: the value of a scorer behind a URL. model: the score of a reward model. Without `template`, this model is a
+    Hugging Face sequence classifier with one label. With `template`, it is a generative model, for which Baton starts a
+    vLLM server; the score is the number in its reply."""
     name: str = ""
     """Name of the part in metrics; the default is `kind`, or for kind = "function" the name of the function."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -75,17 +76,19 @@ class RewardSettings(Settings):
     """Maximum tokens of a reply to `template`. A reply that is cut before its number gives no reward."""
     context_tokens: int = Field(default=8192, ge=2)
     """Maximum tokens of a message and its reply together, for kind = "model" with `template`. The server's KV cache has
-    `concurrency` times this number of tokens."""
+    room for `concurrency` sequences of this length."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the vLLM server, such as {reasoning_parser = "qwen3"}, for kind = "model" with
     `template`."""
     devices: tuple[str, ...] = ()
-    """Devices of the reward model, such as ["cuda:2", "cuda:3"]. A process on each device holds the whole model. The
-    default is a GPU without trainer and engines; if all GPUs are used, an engine's GPU; without GPUs, the CPU."""
+    """Devices of the reward model, such as ["cuda:2", "cuda:3"]. A process on each device holds the whole model. By
+    default, the model uses a GPU that neither the trainer nor an engine uses. If there is no such GPU, the model shares
+    the GPU of an engine. On a machine without GPUs, it uses the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the reward model. auto: bfloat16 on CUDA, float32 on a CPU."""
     batch_tokens: int = Field(default=16384, ge=1)
-    """Maximum tokens of a batch of the reward model, with padding. On a CPU, each conversation is a batch."""
+    """Maximum number of tokens that the reward model scores in one batch, including padding. On a CPU, the model scores
+    one conversation at a time instead."""
     deadline_s: float | None = Field(default=None, gt=0)
     """Maximum duration of one call in seconds; the default is judge.deadline_s, but 120 for kind = "model"."""
     concurrency: int = Field(default=32, ge=1)

@@ -69,7 +69,7 @@ async def _answer(scorers: Sequence[LoadedScorer], request: protocol.ScoreReques
 
 
 def load_scorers(setup: protocol.ScorerSetup) -> tuple[list[LoadedScorer], str | None]:
-    """Load scorers; return them, and the reason why a scorer could not be loaded, or None."""
+    """Load the scorers until one fails. Return the loaded scorers, and the reason of the failure or None."""
     scorers: list[LoadedScorer] = []
     for spec in setup.specs:
         try:

@@ -40,10 +40,12 @@ class Buffer:
         self._complete: dict[int, int] = {}
         """Id of each complete group → oldest version among its tokens, in the order of completion."""
         self._refused: tuple[int, int] | None = None
-        """(`version`, `_num_changes`) at the last `take`, if that call found too few groups."""
+        """The values (`version`, `_num_changes`) of the last call of `take` that found too few groups. Another call
+        with the same values would find too few groups again."""
         self._num_changes = 0
         self._first_incomplete = -1
-        """With `consume = "submission"`: id of the first incomplete group that the last `take` found; initially -1."""
+        """Used only with `consume = "submission"`: id of the incomplete group at which a call of `take` last stopped.
+        Initially -1."""
 
     def __len__(self) -> int:
         """Return the number of open groups, complete or not."""

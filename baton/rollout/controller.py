@@ -47,8 +47,9 @@ from baton.types import (
 from baton.types import Abort as AbortLease
 
 MAX_REFUSALS = 8
-"""EngineFault is raised if more than this number of leases per slot are refused, without an accepted report in between.
-A worker refuses a lease if it does not serve the version that the lease requires."""
+"""Maximum number of leases, per slot, that a worker may refuse in a row. One more refusal raises EngineFault. The count
+starts again after each accepted report. A worker refuses a lease if it does not serve the version that the lease
+requires."""
 
 
 class PromptSource(Protocol):
@@ -84,7 +85,8 @@ class _Group:
     scored: dict[int, ScoredTrajectory]
     """By sample index."""
     episodes: dict[int, ScoredTrajectory] = field(default_factory=dict)
-    """Sample index → finished multi-turn episode, whose reward does not yet include the reward functions."""
+    """Finished multi-turn episodes, by sample index. Their rewards do not yet include the values of the reward
+    functions."""
 
 
 class RolloutController:
@@ -111,8 +113,9 @@ class RolloutController:
         self._num_scoring = 0
         self._refusals = 0
         self._most_leases = 0
-        """Largest number of leases that were active at the same time. A failed worker refuses all its leases and has no
-        slots left, so the limit of refusals also depends on this number."""
+        """Largest number of leases that were active at the same time. The maximum number of refusals is proportional to
+        this number or to the number of slots, whichever is larger. The number of slots alone does not suffice, because
+        a failed worker has no slots but still refuses its leases."""
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self._is_interruptible = False
@@ -121,8 +124,8 @@ class RolloutController:
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
         """Seconds since the last `take_seconds`. `generate`: waiting for the worker between train steps. `judge`:
-        waiting for the scorer. `environment`: waiting for environments while nothing is leased. `hidden`: train steps
-        during which trajectories were running."""
+        waiting for the scorer. `environment`: waiting for environments while nothing is leased. `hidden`: the part of
+        the train steps in which trajectories were running."""
         if player is not None:
             self.seconds["environment"] = 0.0
 
@@ -134,9 +137,9 @@ class RolloutController:
         *,
         num_batches: float = math.inf,
     ) -> None:
-        """Start at `version`, which is the number of batches delivered before. cursor: the journal's cursor in the
-        prompt stream. carried: open groups of an earlier process. num_batches: number of batches of the run, which
-        limits how many groups are opened."""
+        """Start the rollouts. version: number of batches that earlier processes delivered. cursor: position in the
+        prompt stream, from the journal. carried: groups that an earlier process left open. num_batches: number of
+        batches of the whole run. No more groups are opened than these batches need."""
         self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
@@ -161,9 +164,9 @@ class RolloutController:
     def resume(
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
-        """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: the
-        checkpoint's cursor. newest_group_id: largest id in a recorded batch. Without a journal, or if its last entries
-        are lost, the run continues from `cursor`, with group ids above `newest_group_id`."""
+        """Start the rollouts as `begin` does, with the cursor and the open groups of the journal. Return the open
+        groups. cursor: position in the checkpoint, which replaces the journal's cursor if there is no journal or its
+        last entries are lost. newest_group_id: largest id in a recorded batch; new groups get larger ids."""
         place = None if self._journal is None else self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
             place = cursor
@@ -193,9 +196,10 @@ class RolloutController:
         self._tensors = {}
 
     def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step. on_scored: called first with the number of trajectories in open
-        groups that already have rewards, then with each increase of this number. Raises DeadlineExceeded if the worker
-        makes no progress, and Stopped on a stop request; in both cases, the journal contains all reported tokens."""
+        """Return the groups of the next train step. on_scored: receives the number of trajectories in open groups that
+        have rewards. The first call passes the present number. Each later call passes only the increase. Raises
+        DeadlineExceeded if the worker makes no progress, and Stopped on a stop request; in both cases, the journal
+        contains all reported tokens."""
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -213,8 +217,8 @@ class RolloutController:
         return groups
 
     def run_until(self, is_over: Callable[[float], bool]) -> None:
-        """Process messages during a train step; in `sync` and `partial`, only wait. is_over: waits at most the given
-        number of seconds and returns whether the train step has ended."""
+        """Wait for the end of a train step. In mode `async`, also process messages. is_over: a function that waits at
+        most the given number of seconds and returns whether the train step has ended."""
         begin_s = self.scheduler.running_s(self._now_s())
         while not is_over(0.0):
             if self.rules.mode == "async" and (self._is_busy or not self._slots):
@@ -327,7 +331,8 @@ class RolloutController:
 
     def _on_revoked(self, revoked: WorkRevoked) -> None:
         """Restart a trajectory whose tokens are not trusted. If the trajectory is a path of an episode, restart the
-        episode. Ignore the message if the group is already in a batch, or if an evaluation uses this noise seed."""
+        episode. Ignore the message if the group is already in a batch, or if the noise seed shows that the message is
+        about an evaluation."""
         group, index = self._groups.get(revoked.group_id), revoked.sample_index
         if group is None or revoked.noise_seed not in self._noise_seeds(group, index):
             return

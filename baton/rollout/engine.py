@@ -35,8 +35,8 @@ class VllmSettings(Settings):
     """Run without compilation and CUDA graphs. Without them, the engine starts faster and generates more slowly."""
     return_sampling_mask: bool = False
     """Let vLLM report, for each generated token, the ids that top-k and top-p kept (requires vLLM's Model Runner V2).
-    Must be true if rollout.top_p or rollout.top_k is used. With this option, the engine refuses sampling without top-p
-    and top-k, so eval.enabled must be false. Not tested with vLLM."""
+    Must be true if rollout.top_p or rollout.top_k is used. With this option, the engine accepts only rollouts that use
+    top-p or top-k, so eval.enabled must be false. Not tested with vLLM."""
     quantization: Literal["fp8"] | None = None
     """Quantise the weights when they are loaded. Requires algorithm.correction, because engine and trainer then compute
     different probabilities. Not tested on a GPU."""
@@ -82,8 +82,8 @@ class SglangSettings(Settings):
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     """URL of the server, such as http://127.0.0.1:30000."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
-    """For `baton train --plan --ray`, instead of `url`: the URL of one server for each replica of the plan, in the
-    plan's order."""
+    """URLs of the servers for `baton train --plan --ray`, which uses them instead of `url`. Each replica of the plan
+    needs one server; the URLs have the order of the replicas in the plan."""
     key_variable: str | None = None
     """Name of the environment variable with the server's API key (--api-key), if the server has one."""
     weights_directory: str | None = None
@@ -120,9 +120,9 @@ class EngineSettings(Settings):
     experts). Kind `vllm` requires rollout.mode = "sync" and vLLM's Model Runner V2, and is not tested on a GPU."""
     row_attention: bool = False
     """Let each row of a decode step attend only over its own length. By default, all rows attend over the length of the
-    longest row; on a CPU, rows of similar length attend over the length of the longest of them. Only for kind
-    `embedded` in bfloat16. Requires a C compiler on a CPU, because attention and norms are compiled when the engine
-    starts. Not tested on a GPU."""
+    longest row. On a CPU, the default divides the rows into classes of similar length, and each row attends over the
+    length of the longest row in its class. Only for kind `embedded` in bfloat16. Requires a C compiler on a CPU,
+    because attention and norms are compiled when the engine starts. Not tested on a GPU."""
     vllm: VllmSettings = VllmSettings()
     """Settings of kind `vllm`."""
     sglang: SglangSettings = SglangSettings()
@@ -130,7 +130,8 @@ class EngineSettings(Settings):
 
     @property
     def vllm_parts(self) -> tuple[str, ...]:
-        """Names of the vLLM features in use, such as `fp8`, as in the axis `vllm` of `support.toml`."""
+        """Names of the vLLM features that these settings use, such as `fp8`. `support.toml` has the same names on its
+        axis `vllm`."""
         own = self.vllm
         has = {
             "devices": own.tensor_parallel * own.pipeline_parallel > 1,
@@ -169,7 +170,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     decoded_tokens: int = 0
     decode_steps: int = 0
     decode_rows: int = 0
-    """Number of rows that decode steps computed, with or without a lease. Occupancy: `decoded_tokens / decode_rows`."""
+    """Number of rows, summed over all decode steps. Rows without a lease are included, because a step computes them
+    too. Occupancy: `decoded_tokens / decode_rows`."""
 
     @classmethod
     def total(cls, parts: Iterable[EngineStats]) -> EngineStats:
@@ -216,8 +218,9 @@ class Engine(Protocol):
         """Return reports of all tokens that running leases have generated since their last report."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights immediately. Running leases continue under the new version. A lease that requires
-        exactly another version (`is_exact`) is aborted if it is running, and refused with `Retry` if it is waiting."""
+        """Switch to new weights immediately. Running leases continue under the new version. Some leases require one
+        exact version (`is_exact`). If this is not the new version, a running lease is aborted, and a waiting lease is
+        refused with `Retry`."""
 
     @property
     def stats(self) -> EngineStats:

@@ -133,15 +133,17 @@ class _Open:
     trajectory: Trajectory
     episode: Episode = field(default_factory=Episode)
     block: int | None = None
-    """Block of the error budget in which the attempt began; None before the attempt's first action."""
+    """Number of the block of attempts in which this attempt began, as `ErrorBudget.begin` returned it; None before the
+    attempt's first action."""
 
 
 class ErrorBudget:
     """Limits the share of episode attempts whose environment fails, over training and evaluations of a run.
 
-    Consecutive attempts form blocks of `BLOCK` attempts. A failure belongs to the block in which its attempt began, so
-    the share depends neither on the time from the start of an attempt to its failure nor on the number of open
-    episodes. The end of an environment process is one failure, even if several calls were running in the process.
+    Consecutive attempts form blocks of `BLOCK` attempts. A failure counts in the block in which its attempt began, even
+    if it happens much later. The share of a block therefore does not depend on how long attempts take or how many
+    episodes are open. The end of an environment process is one failure, even if several calls were running in the
+    process.
     """
 
     BLOCK = 100
@@ -157,8 +159,9 @@ class ErrorBudget:
         return (self._num_begun - 1) // self.BLOCK
 
     def fail(self, block: int, blame: float = 1.0) -> str | None:
-        """Count a failed attempt. If several calls share one failure, each call counts as the fraction `blame` of a
-        failure. Return an error text if more than the allowed share of a block has failed, otherwise None."""
+        """Count a failed attempt. If one failure ends several attempts, each of them counts as a part of a failure;
+        `blame` is this part, such as 0.5 for two attempts. Return an error text if more than the allowed share of a
+        block has failed, otherwise None."""
         self._failed[block] = self._failed.get(block, 0.0) + blame
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
@@ -244,8 +247,8 @@ class EpisodePlayer:
 
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
         """Send the action of a finished turn, or return the episode if it is over. reason: why the engine ended the
-        turn. A turn that used up `max_turn_tokens` is sent unchanged, even if the episode's budget ends at the same
-        token. A turn that was cut by the limit of the episode or of the context is not sent."""
+        turn. If the turn has reached `max_turn_tokens`, it is sent unchanged, even if it has also reached the token
+        limit of the episode. If only the limit of the episode or of the context has cut the turn, it is not sent."""
         key, rules = _key(trajectory), self._setup.tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory

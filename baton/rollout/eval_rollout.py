@@ -152,7 +152,7 @@ class _EvalLeases:
             return
         leases = [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]
         for lease_id in leases:
-            # the lease may belong to another path of the episode than the revoked path
+            # abort the lease even if it belongs to another path: the whole episode begins again
             self._worker.transport.send(Abort(lease_id))
             del self.growing[lease_id]
         if leases or (self._player is not None and self._player.is_acting(key)):

@@ -24,7 +24,8 @@ open groups make tokens older."""
 BUSY = 0.95
 """Occupancy above which more open groups do not increase throughput."""
 CHANGED = 0.3
-"""Relative change of the rate at one level after which all other levels are measured again."""
+"""If the rate at the present level has changed by more than this share since its last measurement, the measurements of
+all other levels are discarded."""
 MEMORY = 64
 """Number of batches after which the measurement of a level is repeated."""
 
@@ -37,7 +38,7 @@ class SlotUse:
     """Number of generated tokens, without tokens that were masked, dropped or lost."""
     busy_slot_s: float = 0.0
     slot_s: float = 0.0
-    """Slot-seconds of all slots while at least one trajectory was leased."""
+    """Number of slots, busy or free, integrated over the time in which at least one trajectory was leased."""
 
 
 @dataclass(slots=True)
@@ -49,11 +50,13 @@ class OverprovisionSearch:
     """Upper bound of the level."""
     _batches: int = 0
     _wait: int = SETTLING + 1
-    """Number of calls of `next` until the measurement of the present level begins or ends."""
+    """Number of calls of `next` until the measurement of the present level begins. During a measurement: number of
+    calls until it ends."""
     _before: SlotUse | None = None
     """`SlotUse` at the start of the measurement; None until the first measurement of a new level starts."""
     _rates: dict[float, tuple[float, int]] = field(default_factory=dict)
-    """Level → (useful tokens per slot-second, number of batches at the end of the measurement)."""
+    """Last measurement of each level: useful tokens per slot-second, and the value of `_batches` at the end of the
+    measurement."""
     _measured: dict[float, int] = field(default_factory=dict)
     """Level → number of batches at the end of its last measurement. Unlike `_rates`, this dict is never cleared."""
 

@@ -42,7 +42,8 @@ class Rescored:
     """[N] Distance in log-odds (nats) between the draw and the token's interval of the distribution function; 0 if the
     draw selects the token. For greedy decoding: the largest logit minus the token's logit."""
     tail_masses: tuple[float, ...]
-    """[N] Total sampling probability of the token and all tokens that are not more likely; 1 for greedy decoding."""
+    """[N] Sum of the sampling probabilities of the token itself and of all tokens that are at most as likely; 1 for
+    greedy decoding."""
     mask_gaps: tuple[float, ...] = ()
     """[N] Distance in nats between the reported sampling mask and the recomputed mask of top-k and top-p; 0 if the two
     masks are equal. Empty if the worker reported no masks."""

@@ -16,9 +16,9 @@ The mode determines when a new group may be opened:
     partial       at most overprovision × batch_groups groups are in no batch     (APRIL, arXiv 2509.18521)
 
 N counts the new group and all groups opened before it, except filtered and dropped groups. v is the oldest version that
-a worker may serve. In `sync`, max_staleness is 0. The modes `sync` and `partial` generate only while a batch is
-requested: `partial` aborts all leases when a batch is delivered, unless the workers then pause (`Rules.pauses`). The
-worker transport chooses the worker of each trajectory.
+a worker may serve. In `sync`, max_staleness is 0. In the modes `sync` and `partial`, trajectories are generated only
+while the trainer waits for a batch. When a batch is delivered in `partial`, all leases are aborted. If the workers can
+pause (`Rules.pauses`), the leases are kept instead. The worker transport chooses the worker of each trajectory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class RolloutScheduler:
         self._most_groups = num_batches * rules.batch_groups
         self.rules = rules
         self.version = version
-        """Policy version of the trainer: the number of delivered batches, minus one during a train step."""
+        """Policy version of the trainer: the number of completed train steps. It equals the number of delivered
+        batches, except during a train step, whose batch is already delivered."""
         self.overprovision = rules.overprovision
         self._search = OverprovisionSearch(rules.overprovision, rules.most_overprovision)
         self._busy_slot_s = self._slot_s = self._running_s = 0.0
@@ -61,10 +62,12 @@ class RolloutScheduler:
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._max_leases = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids.
-        Outdated entries of revoked trajectories may remain; `_assign` skips such entries."""
+        """Heap of the pending trajectories: (whether it has no tokens, group id, sample index). Trajectories with
+        tokens therefore come first; among equals, lower group ids come first. Outdated entries of revoked trajectories
+        may remain; `_assign` skips such entries."""
         self._dropped: deque[tuple[int, int]] = deque()
-        """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
+        """Dropped groups whose prompts will be tried again. Each entry has the id of the dropped group and the number
+        of attempts at its prompt so far."""
         self._leased: dict[tuple[int, int], None] = {}
         self.num_acting = 0
         """Number of trajectories whose environment has not answered yet."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 QUANTILES = 4
-"""Number of quantiles of trajectory length, each with a metric `staleness/length_q…`."""
+"""Trajectories are sorted by length and divided into this number of equal parts. Each part has a metric
+`staleness/length_q…`."""
 
 
 class TrajectoryState(Enum):
@@ -102,7 +103,8 @@ class TrackedGroup:
 
 
 ACCOUNTS = ("generated", "trained", "masked", "filtered", "dropped")
-"""Names of the accounts of a `Ledger` that are single numbers."""
+"""Names of the accounts of a `Ledger` that consist of one number. The account `lost` has one number per cause
+instead."""
 
 
 @dataclass(slots=True)
@@ -149,7 +151,8 @@ class StepCounts:
     busy_slot_s: float = 0.0
     """Slot-seconds of occupied slots: min(leased trajectories, slots), integrated over time."""
     slot_s: float = 0.0
-    """Slot-seconds of all slots while at least one trajectory was leased and not paused."""
+    """Number of slots, busy or free, integrated over the time in which at least one trajectory was leased and not
+    paused."""
     ages: list[int] = field(default_factory=list)
     """[consumed groups] Number of versions trained between the opening of the group and its delivery."""
     spans: list[int] = field(default_factory=list)
@@ -190,7 +193,8 @@ class StepCounts:
         return {name: float(value) for name, value in (found | self._by_length()).items()}
 
     def _by_length(self) -> dict[str, float]:
-        """Return the mean staleness of the oldest token by quartile of trajectory length."""
+        """Divide the trajectories into quartiles by length. Return the mean staleness of each quartile, where a
+        trajectory's staleness is that of its oldest token."""
         ranked = sorted(self.lengths_and_staleness)
         if not any(staleness for _, staleness in ranked):
             return {}

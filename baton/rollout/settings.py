@@ -19,7 +19,8 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""The run stops when dynamic sampling has filtered this number × batch_groups groups for one batch."""
+"""Limit of dynamic sampling, as a multiple of batch_groups. When the number of groups filtered for one batch reaches
+the limit, the run stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Rules:
     max_lag: int = 0
     """A swarm worker receives leases only if it is at most this number of published versions behind the latest."""
     may_pause: bool = False
-    """Whether the workers generate only while the controller waits for their messages, and at other times pause without
-    losing the state of running trajectories."""
+    """Whether the workers pause while the controller does not wait for their messages. Running trajectories keep their
+    state during a pause."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -56,7 +57,8 @@ class Rules:
 
     @property
     def pauses(self) -> bool:
-        """Whether trajectories stay leased in mode `partial` while no batch is requested, without generating tokens."""
+        """Whether workers pause, in mode `partial`, while no batch is requested. During a pause, trajectories stay
+        leased, but no tokens are generated."""
         return self.may_pause and self.mode == "partial" and self.on_new_version == "keep"
 
     def max_outstanding(self, overprovision: float) -> float:

@@ -18,8 +18,8 @@ from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajecto
 SHORT_WAIT_S = 0.02
 """Maximum seconds of one wait for worker messages while rewards or the end of a train step are also expected."""
 MAX_COUNTED_WAIT_S = 5.0
-"""The time between two calls of `receive` counts as time without progress only up to this number of seconds. If more
-time has passed, this process may have been suspended."""
+"""If more than this number of seconds has passed between two calls of `receive`, only this number counts as time
+without progress, because this process may have been suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class WorkerClient:
         before `timeout_s`.
 
         Raises DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. Progress
-        is a message, a change of the engine's counters, or the change of the number of slots from or to zero. names:
-        names of the waiting trajectories, read only for the error.
+        is any of three events: a message arrives, a counter of the engine changes, or the number of slots becomes zero
+        or stops being zero. names: names of the waiting trajectories, read only for the error.
         """
         messages = self._messages(timeout_s, beside)
         is_empty, now_s = not self.transport.slots, self.clock()

@@ -97,8 +97,8 @@ StartRanks = Callable[[int, int], Ranks]
 
 
 def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = None) -> int:
-    """Set up torch (`set_up_threads`) and return the number of threads. If `threads` is 0, torch gets a thread for each
-    available core except `busy` cores, which other processes use."""
+    """Set up torch (`set_up_threads`) and return the number of threads. If `threads` is 0, the number of threads is the
+    number of available cores minus `busy`. `busy`: number of cores that other processes use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
     set_up_threads(count, deterministic=deterministic)
@@ -238,10 +238,10 @@ def build_loop(
 ) -> Loop:
     """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
 
-    A request through `stop` ends every wait of the loop except the wait for a train step. On other machines,
-    `supervisor` starts workers, `start_ranks` trainer ranks, `reward_places` reward models, and `replicas` vLLM
-    engines. Raises UserError for mistakes that can be detected before the first step. After this error, the run's
-    directory is unchanged.
+    A request through `stop` ends every wait of the loop except the wait for a train step. Four arguments start
+    processes on other machines: `supervisor` starts workers, `start_ranks` starts the ranks of the trainer,
+    `reward_places` starts reward models, and `replicas` starts vLLM engines. Raises UserError for mistakes that can be
+    detected before the first step. After this error, the run's directory is unchanged.
     """
     lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
     stop = stop or StopRequest()

@@ -48,9 +48,9 @@ def divide(
     """Return the GPUs of each engine. Each engine gets `each` GPUs. If there are too few GPUs, several engines use the
     same GPUs.
 
-    `chosen`: GPUs that engines may use. By default, engines may use the GPUs without a trainer rank or, if there are
-    fewer than `each` such GPUs, all GPUs. Raises UserError if a chosen GPU does not exist, or if `each` is larger than
-    the number of GPUs that engines may use.
+    `chosen`: GPUs that engines may use. By default, engines may use the GPUs on which no trainer rank runs. If fewer
+    than `each` GPUs are without a trainer rank, engines may use all GPUs. Raises UserError if a chosen GPU does not
+    exist, or if `each` is larger than the number of GPUs that engines may use.
     """
     if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
         raise UserError(

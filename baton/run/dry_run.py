@@ -122,10 +122,11 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> tuple[tuple[int, float], ...]:
-    """Return pairs (number of tokens of the largest microbatch, bytes of the trainer's process or of its largest rank).
-    The numbers of tokens are the powers of two below the recipe's maximum, and this maximum. A trainer without ranks on
-    this machine (`is_here`) runs in the hub's process, so the hub's memory is added. `on_cpu`: whether the trainer runs
-    on a CPU; the default depends on `model.device`."""
+    """Return the trainer's memory for several limits of the microbatch. Each pair has a maximum number of tokens in a
+    microbatch, and the bytes of the trainer's process or of its largest rank. The maxima are all powers of two below
+    the recipe's maximum, and the recipe's maximum itself. If the trainer runs on this machine (`is_here`) and has no
+    separate ranks, it shares its process with the hub, and the bytes include the hub's memory. `on_cpu`: whether the
+    trainer runs on a CPU; the default depends on `model.device`."""
     config, model = check_room(recipe, is_here=is_here)
     spec = spec_of(config, sum(p.numel() for p in model.parameters()))
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu

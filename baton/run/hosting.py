@@ -325,8 +325,8 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files) -> LogprobScorer:
-    """Return a scorer that computes in the engines' dtype, so that its logprobs are bit-identical to most logprobs of
-    correct engines."""
+    """Return a scorer that computes in the engines' dtype. Most logprobs of a correct engine are then bit-identical to
+    the scorer's logprobs."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:

@@ -81,8 +81,8 @@ class Observer(Protocol):
     """Receives the events of a run, for example to print them."""
 
     def phase(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Return the context of a phase with `total` units of work. The context's value is a function that receives the
-        number of units completed since its last call."""
+        """Return a context manager for a phase with `total` units of work. Entering the context manager returns a
+        function, which the run calls with the number of units completed since the last call."""
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """Receive the metrics of a complete train step."""
@@ -276,7 +276,7 @@ class Loop:
         best = self.state.best_step
         results = self.evaluate()
         if self.state.best_step != best:
-            # replace an existing checkpoint of this step, because it names an earlier step as the best
+            # save again even if this step has a checkpoint, because that checkpoint names an earlier step as the best
             self.saved_step = -1
             self._save()
         return results

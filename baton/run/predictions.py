@@ -40,8 +40,8 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
 
 
 def predictions(source: str, values: Mapping[str, float | None], memory: MemoryByTokens) -> Predictions:
-    """Return a prediction for each of the `values` that is not None, and a prediction of the memory if `memory` is not
-    empty."""
+    """Return one prediction for each element of `values` that is not None. If `memory` is not empty, also return a
+    prediction of the memory."""
     found = [Prediction(term, value) for term, value in values.items() if value is not None]
     if memory:
         found.append(Prediction(MEMORY, memory[-1][1], memory))
@@ -104,8 +104,8 @@ def measured_rates(
 
 
 def scaled(known: Efficiency, gpu: str, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
-    """Return the efficiency of a GPU type that is `factor` times as fast: the fields named in `shares` are multiplied
-    by `factor`, up to a maximum, and the fields named in `times` are divided by `factor`."""
+    """Correct the efficiency of a GPU type whose measured speed is `factor` times the planned speed. Multiply the
+    fields that `shares` names by `factor`, up to a maximum. Divide the fields that `times` names by `factor`."""
     most = {key: 1.0 if key == "publish" else most_share(gpu) for key in shares}
     changed: dict[str, Any] = {key: min(most[key], getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

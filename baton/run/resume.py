@@ -54,7 +54,8 @@ class ResumePoint:
 
     @property
     def resume_step(self) -> int:
-        """Last train step whose metrics are kept; -1 without a checkpoint, so that step 0 is removed too."""
+        """Last train step whose metrics are kept. Without a checkpoint, it is -1: no metrics are kept, not even those
+        of step 0."""
         return -1 if self.checkpoint is None else self.state.step
 
 
@@ -230,8 +231,8 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(_recorded(run), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # delete rewards before writing the new recipe: if the process is killed between the two steps, the next
-            # start finds the changed keys again
+            # delete rewards before writing the new recipe: if the process is killed in between, the recorded recipe is
+            # still the old one, so the next start detects the changed keys again and deletes the rewards
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.delete_rewards()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)

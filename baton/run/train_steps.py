@@ -24,8 +24,9 @@ from baton.trainer.trainer import StepTrainer
 from baton.types import Batch, Group
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Function (name of a phase, units of work) that returns a context manager, which shows the progress of the phase. The
-context's value is a function that receives the number of units completed since its last call."""
+"""Function that shows the progress of a phase. Its arguments are the name of the phase and its number of units of work.
+It returns a context manager for the duration of the phase. Entering the context manager returns a function, which the
+loop calls with the number of units completed since the last call."""
 
 
 class BatchRecords(Protocol):
@@ -81,8 +82,8 @@ class TrainSteps:
     """Largest group id in the batches that this process has recorded or trained again."""
 
     def next(self) -> TrainedStep:
-        """Run the next train step, and publish its version. A stop request during the publication does not undo the
-        step, but workers may then lack the version.
+        """Run the next train step, and publish its version. If a stop is requested during the publication, the train
+        step still counts as complete, but some workers may not receive its version.
 
         Raises the errors of the controller and of the trainer, and UserError for a batch that cannot be trained."""
         step, counts = self.step + 1, None

@@ -35,7 +35,8 @@ class ShownTurn(msgspec.Struct, frozen=True):
     turn: int
     """Number of the turn in its episode, from 1."""
     path: int
-    """Index of the turn's path. If the previous turn has another index, a new path begins with this turn."""
+    """Index of the path to which the turn belongs. If the previous turn belongs to another path, this turn begins a new
+    path."""
     path_prompt_tokens: int
     """Number of tokens of the path's prompt."""
     text: str
@@ -46,11 +47,12 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """Mean behavior logprob of the turn's tokens, nats."""
     lowest_logprob: float
     observation: str | None
-    """The observation, decoded from the tokens that the policy reads; the environment's text if the path contains no
-    token of the observation. None if a token budget ended the episode with this turn, or if the environment failed."""
+    """The observation as the policy reads it, decoded from tokens. If the path contains no token of the observation,
+    this field has the environment's text instead. None if a token budget ended the episode with this turn, or if the
+    environment failed."""
     num_observation_tokens: int
-    """Number of the observation's tokens that were appended to the path: 0 for the last observation, and for an
-    observation that is part of a new path's prompt."""
+    """Number of the observation's tokens that were appended to the path. In two cases, it is 0: for the last
+    observation of an episode, and for an observation that became part of the prompt of a new path."""
     reward: float | None
     tool: str | None
     latency_s: float | None

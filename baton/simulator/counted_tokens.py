@@ -1,7 +1,7 @@
-"""Tokens of a simulated trajectory. Each token is only a position and an origin (a number that differs between engines
-or leases that generate different tokens), so a trajectory of any length takes the memory of a few numbers. The values
-are valid token ids, so that leases, reports, messages and journal of a simulated run have the same form as in a live
-run."""
+"""Tokens of a simulated trajectory. A token consists only of a position and a number called origin. Two engines or
+leases that generate different tokens have different origins. A trajectory of any length therefore takes the memory of a
+few numbers. The values are valid token ids, so that leases, reports, messages and journal of a simulated run have the
+same form as in a live run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import msgspec
 from baton.types import Lease, Report, Segment, TokenColumn
 
 ORIGIN = 2**20
-"""Difference between the values of tokens that have the same position and consecutive origins."""
+"""If the origin of a token increases by 1 and its position stays the same, the token's value increases by this
+number."""
 NUM_ORIGINS = 2**11 - 1
 """The largest origin, chosen so that the values of all tokens are below 2^31."""
 

@@ -34,8 +34,8 @@ from baton.types import FinishReason, FromWorker, Lease, Report, Retry
 WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
 CLASS_ENDS = 32
-"""A decode step sorts its rows by context length and divides them into length classes. The search for the best classes
-tries at most this number of rows as the last row of a class."""
+"""A decode step sorts its rows by context length and divides them into length classes. To limit the search for the best
+classes, only this number of evenly spaced rows may be the last row of a class."""
 _CLOSE = 1e-9
 """Times that differ by at most this number of seconds count as equal, because of rounding errors."""
 
@@ -91,7 +91,8 @@ class SimEngine:
         self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
         self.wrong = 0
-        """Origin of the tokens of the next leases; 0 while the engine generates correct tokens."""
+        """0 while the engine generates correct tokens. Otherwise, the next leases get this number as the origin of
+        their tokens, and therefore generate wrong tokens. Engines of the kinds in `OWN_NOISE` ignore this number."""
         self._has_own_noise = spec.kind in OWN_NOISE
         self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s

@@ -32,8 +32,8 @@ from baton.specs.workload import LengthSettings, Workload
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Number of slots of an engine whose plan was made from a table of token rates, because such a plan has no batch
-sizes."""
+"""Assumed number of slots of an engine if its plan was made from a table of token rates, because such a plan does not
+state batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)

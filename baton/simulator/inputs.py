@@ -28,8 +28,8 @@ class EngineSpec:
     trajectory."""
     class_cost: float | None = None
     """A decode step divides its rows into length classes; each row attends over the longest context of its class
-    (`cost/generate.py: scanned_tokens`). This value is the cost of one more class, as a number of positions. None: no
-    classes; every row attends over its own context."""
+    (`cost/generate.py: scanned_tokens`). This value is the cost of each additional class. Its unit is the time to
+    attend to one position. None: no classes; every row attends over its own context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from baton.simulator.transport import EngineTime
 WARM_SHARE = 0.2
 """Steady-state figures exclude this share of the train steps, at the start of the run."""
 STEADY_STEPS = 5
-"""Minimum number of train steps after the pipeline is full. If a run has fewer such steps, its result has a note."""
+"""Steady-state figures need at least this number of train steps after the steps that fill the pipeline. The result of a
+shorter run has a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class Result(msgspec.Struct, frozen=True):
     """Mean time per train step in which at least one trajectory runs."""
     train_s: float
     other_s: float
-    """Mean time from the end of a train step to the request for the next batch, for example for publication."""
+    """Mean time from the end of a train step until the next batch is requested. This time includes the publication of
+    the new version."""
     trained_tokens_per_s: float
     """Number of prompt and response tokens trained per second. The planner calls this throughput."""
     generated_tokens_per_s: float
@@ -208,7 +210,8 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
 
 
 def _first_full(rules: Rules) -> int:
-    """Return the number of train steps of a run before its batches have the staleness of the steady state."""
+    """Return the number of train steps at the start of a run that fill the pipeline: in these steps, staleness may
+    still be below its steady-state value."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 

@@ -1,9 +1,10 @@
 """Prompt lengths, response lengths and rewards of trajectories. Lengths and rewards depend only on the seed and on the
-trajectory's ids, so two runs with different decisions of the scheduler have the same work.
+trajectory's ids. If two runs differ only in the decisions of the scheduler, their trajectories therefore have the same
+lengths and rewards.
 
 Lengths follow a `Lengths` distribution. Lengths within a group are correlated (`correlation`), because all responses to
 a hard prompt tend to be long. `drift` changes the lengths during training. Alternatively, the lengths are taken from
-the groups of a recorded run, in the same order, and then include the run's correlation and drift.
+the groups of a recorded run, in the same order. In this case, `correlation` and `drift` are not used.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class TrajectoryWork:
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Correlation (0 to 1) of the normally distributed scores of two members of a group. Lengths are computed from
-    these scores."""
+    """Correlation of the lengths within a group, 0 to 1. Each length is computed from a normally distributed score;
+    this is the correlation between the scores of two members."""
     drift: float = 0.0
     """Growth of all lengths per train step, as a share of the initial lengths. Lengths never exceed the longest length
     of `output`."""

@@ -1,5 +1,5 @@
-"""Each subject of random draws has its own generator. Additional draws for one subject therefore do not change the
-draws for the others."""
+"""Random numbers for different purposes come from different generators. An additional draw for one purpose, such as
+faults, therefore does not change the draws for another, such as rewards."""
 
 from __future__ import annotations
 

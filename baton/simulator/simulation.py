@@ -40,7 +40,8 @@ from baton.types import Group, PolicyVersion, SamplingParams
 HANG_S = 24 * 3600.0
 """If no engine sends a message for this virtual time, the run fails with NoProgress."""
 SAMPLING = SeededSampling(SamplingParams(1), 0)
-"""A placeholder: `Script.limited` replaces the token limit of each lease by the scripted length."""
+"""The sampling parameters of all leases. Their token limit, 1, is a placeholder: `Script.limited` replaces it by the
+scripted length of each trajectory."""
 
 
 class EventObserver(Protocol):

@@ -55,7 +55,8 @@ class VirtualStep(Pending):
         """Remaining time of the step under the assumption that no trajectory runs."""
         self._begin_s = self._last_s = self._clock.now_s
         self._slowdown = 0.0
-        """Factor by which the step has been slower since `_last_s`; 0 before the first call of `_has_ended`."""
+        """Slowdown of the step since `_last_s`: the ratio of its actual duration to its duration without running
+        trajectories. 0 before the first call of `_has_ended`."""
         if in_background:
             trainer.port.slow(trainer.setting.engine_slowdown)
 

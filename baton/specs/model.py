@@ -12,7 +12,8 @@ import msgspec
 from baton.errors import UserError
 
 CACHE_BLOCK = 128
-"""Number of positions in a block of vLLM's KV cache on a CPU: an upper bound, because a block on a GPU has only 16."""
+"""Number of positions in a block of vLLM's KV cache on a CPU. On a GPU, a block has only 16 positions, so this number
+is an upper bound."""
 WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "gpt_bigcode", "persimmon"}
 """Model types whose feed-forward layer has two matrices instead of three (no gate)."""
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}

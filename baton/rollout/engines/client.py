@@ -25,7 +25,8 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
-"""Maximum seconds from the start of the program, which may compile the model, until the program responds."""
+"""Maximum number of seconds until a program that has just started responds. The program may compile the model in this
+time."""
 _HEARTBEAT_S = 0.5
 """Seconds between two checks, during a call, that the program is still running."""
 
@@ -88,7 +89,8 @@ class EngineClient(ABC):
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
-        call. close_s: maximum number of seconds that `close` waits for `_stop`, and then for the thread."""
+        call. close_s: `close` waits at most this number of seconds for `_stop`, and again at most this number of
+        seconds for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()

@@ -91,7 +91,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._outbox: list[FromWorker] = []
         """Messages that methods other than `step` have produced. The next `step` returns these messages."""
         self._clock, self._active_s = clock, clock()
-        """`_active_s`: time at which a token was last received, a request started or a version loaded."""
+        """`_active_s`: time of the last activity. Activities are receiving a token, starting a request and loading a
+        version."""
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
@@ -153,8 +154,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a version's tensors for `_load_tensors`, which needs all tensors of the model under the names of its
-        files."""
+        """Convert a version's tensors to the form that `_load_tensors` needs: all tensors of the model, named as in the
+        files of the model."""
         return self._weights.whole(tensors)
 
     @abstractmethod

@@ -142,7 +142,7 @@ def check_source(settings: EngineSettings, own: Collection[str]) -> None:
     """Raise UserError if settings from the hub name an SGLang server on another machine, or arguments of vLLM, which
     can run code. Only the user of this machine may set these keys.
 
-    own: keys that the user of this machine has set, or that come from a run of this user.
+    own: keys that are not checked, because the user of this machine, or a run of this user, has set them.
     """
     url, arguments = settings.sglang.url, settings.vllm.arguments
     if settings.kind == "sglang" and url is not None and "url" not in own:

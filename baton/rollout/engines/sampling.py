@@ -123,9 +123,9 @@ def sample(
     """Draw one token per row. Return the ids [W], the behavior logprobs [W], and the sampling masks [W]. The masks are
     None if no row reports one; a row without a mask has empty bytes.
 
-    Logprobs are at the row's temperature (1 for greedy rows), and normalised over the row's sampling mask or, without a
-    mask, over the whole vocabulary before top-p and top-k. If the logits of a row are not finite, the row's
-    logprob is nan and its id is arbitrary.
+    Logprobs are computed at the row's temperature (1 for greedy rows). They are normalised over the row's sampling
+    mask. If the row has no mask, they are normalised over the whole vocabulary, before top-p and top-k. If the logits
+    of a row are not finite, the row's logprob is nan and its id is arbitrary.
     """
     width, vocabulary = logits_WV.shape
     size = max(1, CHUNK_VALUES // vocabulary) if logits_WV.device.type == "cpu" else width
@@ -169,8 +169,8 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
     """Return, for each row, the first id at which the cumulative mass exceeds the draw times the total mass. Ids of
     mass 0 are never drawn.
 
-    The cumulative mass always exceeds the product for some id: a draw is at most 1 - 2^-53 and the total mass is below
-    2^53, so the product is below the total mass even after rounding.
+    There is always such an id. A draw is at most 1 - 2^-53, and the total mass is below 2^53. The draw times the total
+    mass is therefore below the total mass, even after rounding.
     """
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
@@ -180,11 +180,12 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
 
 
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Apply top-k, then top-p. Return the masses of the `most` likeliest tokens, with zero for the removed tokens, and
-    the ids of these tokens, both [F, most].
+    """Apply top-k, then top-p. Return the masses and the ids of each row's most likely tokens, both [F, most]. The mass
+    of a removed token is 0. `most`: number of tokens to return per row.
 
-    Top-k keeps the k most likely tokens. Among these k tokens, top-p keeps the smallest set of most likely tokens with
-    at least the share p of their mass. Equally likely tokens are ranked by id. The most likely token is always kept.
+    Top-k keeps the k most likely tokens. Top-p then keeps the most likely of these k tokens: the smallest number of
+    tokens that together have at least the share p of the mass of the k tokens. Equally likely tokens are ranked by id.
+    The most likely token is always kept.
     """
     sorted_FK, order_FK = _likeliest(mass_FV, most)
     rank_K = torch.arange(most, device=mass_FV.device)

@@ -46,8 +46,8 @@ class PrefixKey:
     """Identifies the keys and values of a piece, which also depend on the pieces before it."""
 
     digest: bytes
-    """Digest of the piece's fields, the piece's ids and the previous piece's digest, so that keys of long contexts can
-    be compared without reading the ids again."""
+    """Digest of three things: the piece's fields, the piece's ids, and the digest of the previous piece. With the
+    digest, keys of long contexts are compared without reading the ids."""
     piece: Piece = field(compare=False)
     begin: int = field(compare=False)
     """Number of ids before the piece."""
@@ -109,7 +109,8 @@ class RunningLease:
         return self._max_length - self.length
 
     def prefix_keys(self, version: int, *, is_own: bool = False) -> tuple[PrefixKey, ...]:
-        """Return the keys of `pieces` under `version`; with `is_own`, a piece that has a version keeps its own."""
+        """Return the keys of `pieces`. Each key contains `version`. With `is_own`, the key of a piece that has a
+        version contains that version instead."""
         if (version, is_own) not in self._keys:
             numbers = [version if piece.version is None or not is_own else piece.version for piece in self.pieces]
             named = [piece._replace(version=number) for piece, number in zip(self.pieces, numbers, strict=True)]
@@ -339,9 +340,9 @@ def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
     trajectory.
 
     The first piece is the prompt. Each later piece contains the tokens of a turn and of the observation after the turn;
-    the last piece may contain the tokens of an unfinished turn. A piece has the version of the first token that was
-    sampled after it, because the lease that sampled this token also computed the piece's keys and values. A piece of an
-    unfinished turn has the version of its last token.
+    the last piece may contain the tokens of an unfinished turn. Each piece has a version: the version of the first
+    token that was sampled after the piece. The lease that sampled this token also computed the piece's keys and values,
+    so both have the same version. A piece of an unfinished turn has the version of its last token.
     """
     found, before = [], Author.ENVIRONMENT
     offset = len(trajectory.prompt_ids) - 1

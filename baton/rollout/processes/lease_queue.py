@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from baton.types import Abort, FromHub, FromWorker, Lease, ends_lease
 
 HOMES_PER_SLOT = 8
-"""Number of trajectories, per slot of the pool, for which the last engine is remembered."""
+"""The queue remembers the last engine of a trajectory. This number, multiplied by the number of slots of the pool, is
+the maximum number of trajectories that it remembers."""
 Handover = tuple[int, FromHub]
 """Index of an engine, and the message to send to it."""
 
@@ -76,7 +77,8 @@ class LeaseQueue:
         return home
 
     def _num_free(self, engine: int) -> int:
-        """Return the number of free slots, which is negative if a waiting lease was sent only to be aborted."""
+        """Return the number of free slots of an engine. It can be negative: to abort a waiting lease, the queue sends
+        the lease to an engine even if the engine has no free slot."""
         return self._slots[engine] - len(self.leases[engine])
 
     def _hand_over(self, engine: int, lease: Lease) -> Handover:

@@ -36,8 +36,8 @@ class Prefix:
 class KeptPrefixes:
     """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first.
 
-    A lease that needs a piece also needs the pieces before it. Earlier pieces of a sequence therefore count as more
-    recently used, and are dropped later.
+    A lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are therefore dropped
+    before earlier pieces.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,8 @@ class SlotCache(Cache):
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. A cycle of the permutation needs temporary memory only for its shortest row."""
+        permutation of the lowest slots. In each cycle of the permutation, only the shortest row is copied to temporary
+        memory; the other rows are copied directly."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:
@@ -220,8 +221,9 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
     """Return the cache for one prefill. The cache's first `length` positions have the keys and values of earlier
     pieces.
 
-    pasts: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no earlier pieces. In each
-    row, the positions from the end of its pieces up to `length` are zero and must be masked.
+    pasts: for each row, the pieces before the row's new tokens. If `pasts` has fewer elements than `rows`, the
+    remaining rows have no earlier pieces. In each row, the positions from the end of its pieces up to `length` are zero
+    and must be masked.
     """
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     like = next((pieces[0] for pieces in pasts if pieces), None)

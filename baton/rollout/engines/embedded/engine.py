@@ -5,10 +5,10 @@
 **Only decode steps sample tokens.** Prefill computes the keys and values of all ids except the last one, and no logits.
 The last id is the first input of decode. New prompts, shared prompts and resumed trajectories use the same code.
 
-**Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
-where a turn begins is always computed by one prefill, which reads the pieces before it. If such a piece is computed
-again, on this or another engine, its keys and values therefore have the same bits. Only the last piece of a trajectory
-that is resumed within a turn may have keys and values from decode steps.
+**Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). The keys and values of
+a piece are computed by one prefill, which reads the pieces before it. If a piece is computed again, on this or another
+engine, its keys and values therefore have the same bits. There is one exception: if a trajectory was aborted within a
+turn, the keys and values of its last piece may come from decode steps.
 
 **A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
 bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee bit-identical
@@ -42,9 +42,10 @@ from baton.types import FromWorker, PolicyVersion
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
-"""Maximum number of waiting leases whose prefixes may fill the unused rows of a prefill."""
+"""If a prefill has unused rows, these rows compute prefixes of waiting leases. At most this number of waiting leases is
+considered, beginning with the oldest."""
 _KEPT_CONTEXTS = 8
-"""Minimum of `_kept_limit`, as a number of contexts of maximum length."""
+"""`_kept_limit` is at least this number times the maximum context length."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -79,8 +80,8 @@ class EmbeddedEngine(SlotEngine):
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
-        """Whether a lease that started since the last load of weights accepts newer versions. Such a lease may use keys
-        and values of older versions, so the next load keeps those keys and values."""
+        """Whether any lease that has started since the last load of weights accepts newer versions. If so, the next
+        load keeps the present keys and values, because such a lease may continue to use them."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
@@ -92,8 +93,8 @@ class EmbeddedEngine(SlotEngine):
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights as `Engine.load_weights` describes; running leases keep their KV cache. Keys and values
-        outside the slots are kept only if a lease that started since the last load accepts newer versions. Raises
-        EngineFault, without changing any weight, for tensors that do not fit."""
+        outside the slots are discarded, unless a lease that has started since the last load accepts newer versions.
+        Raises EngineFault, without changing any weight, for tensors that do not fit."""
         assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self.network.load(tensors)
         self._needs_version = False
@@ -168,8 +169,8 @@ class EmbeddedEngine(SlotEngine):
     def _missing(
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return the pieces to prefill next, grouped by prefill shape. From each chain, the result has the first piece
-        that is not kept, mapped to the pieces before it. chains: the pieces of each row, in order."""
+        """Return the pieces to prefill next: in each chain, the first piece that is not kept. The result is grouped by
+        prefill shape, and maps each piece to the pieces before it. chains: the pieces of each row, in order."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):
@@ -179,8 +180,8 @@ class EmbeddedEngine(SlotEngine):
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
         """Return the pieces of a row's prefix. Each piece has the version that computes it, normally the current
-        version. For a lease that accepts newer versions, pieces that older versions computed are used if more of them
-        are kept than of the current version's pieces."""
+        version. If a lease accepts newer versions, it may also use kept pieces that older versions computed. It uses
+        them if more of these pieces are kept than pieces of the current version."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -211,9 +212,9 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots: the maximum context length times
-        `_KEPT_CONTEXTS`. On a CPU, the factor is at least half the number of slots and at least the number of free
-        slots, so the limit decreases when leases take slots."""
+        """Maximum number of tokens whose keys and values are kept outside the slots: the maximum context length times a
+        factor. On a GPU, the factor is `_KEPT_CONTEXTS`. On a CPU, the factor is the largest of `_KEPT_CONTEXTS`, half
+        the number of slots, and the number of free slots. It decreases when leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)

@@ -18,10 +18,11 @@ from baton.cost.generate import CLASS_VALUES
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _COPY_COST = 2
-"""Copying one position to another slot costs as much as scanning this number of positions."""
+"""Cost of copying one position to another slot. All costs in this file have the same unit: the time to scan one
+position."""
 HORIZON_STEPS = 16
-"""Number of decode steps between two choices of the classes. Rows move only if the shorter scans of these steps save
-more than the moves cost."""
+"""Number of decode steps between two choices of the classes. Rows move only if the moves cost less than the shorter
+scans save in this number of steps."""
 
 
 class SlotRange(NamedTuple):
@@ -41,10 +42,11 @@ class LengthClasses:
         values_per_position: kv_heads × head_dim."""
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
-        """All pairs (i, j) with i ≤ j. Of three classes, the first scans `kv_lengths[i]` positions and the second
-        `kv_lengths[j]`. If i = j, these two are one class."""
+        """All pairs (i, j) with i ≤ j. Each pair defines three classes: the first scans `kv_lengths[i]` positions, the
+        second scans `kv_lengths[j]` positions, and the third scans the length of the longest row. If i = j, the first
+        two are one class."""
         self._class_cost = CLASS_VALUES // values_per_position
-        """One more class costs as much as scanning this number of positions."""
+        """Cost of each additional class in a decode step. The unit is the time to scan one position."""
         self.ends: tuple[int, ...] = ()
         """For each class except the last: index of the first slot after the class. Ascending."""
 
@@ -74,9 +76,9 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Sort the rows by length and divide them into the cheapest classes. Return three values: the number of
-        positions that each class scans, as an index in `_kv_lengths`; the number of rows up to the end of each class;
-        the cost of a step."""
+        """Sort the rows by length and divide them into the cheapest classes. Return three values. The first value has
+        an index in `_kv_lengths` for each class: the length that the class scans. The second value has the number of
+        rows up to the end of each class. The third value is the cost of a decode step."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

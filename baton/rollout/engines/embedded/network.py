@@ -47,15 +47,14 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, ca
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. A longer sequence is prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""A prefill uses fewer rows than its shape allows only if these rows have at least this number of new positions in
-total, including padding."""
+"""Minimum number of new positions, including padding, in a prefill that uses fewer rows than its shape allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs (maximum length, bucket): a length up to the maximum is rounded up to a multiple of the bucket."""
 _LONG_BUCKET = 64
 """Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""Maximum number of positions, including padding, of a prefill of several rows whose earlier ids already have keys and
-values. The positions of these ids count, because the prefill copies their keys and values."""
+"""Maximum number of positions, including padding, in a prefill of several rows that continue earlier ids. The positions
+of the earlier ids count too, because the prefill copies their keys and values."""
 _MASKED_TOKENS = 1024
 """Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. The maximum limits
 the size of the attention mask, which has an entry for each computed token and each earlier position."""
@@ -80,8 +79,8 @@ def prefill_shape(num_tokens: int, num_past: int = 0) -> PrefillShape:
     """Return the shape of a prefill of `num_tokens` ids after `num_past` ids whose keys and values exist.
 
     Padded lengths are multiples of 16 up to 128, of 32 up to 256, and of 64 above. Examples: 32 rows of 16 tokens, 16
-    rows of 32 tokens, 1 row of 257 or more. `num_past` is padded to a multiple of 64 up to 256; above 256, there are
-    two padded lengths per doubling.
+    rows of 32 tokens, 1 row of 257 or more. Up to 256, `num_past` is padded to a multiple of 64. Above 256, it is
+    padded to 384, 512, 768, 1024, 1536, 2048 and so on.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
@@ -385,14 +384,16 @@ def _are_equal(a: Prefix, b: Prefix) -> bool:
 
 
 def _widths(full: int) -> list[int]:
-    """Return the candidate widths below `full`: multiples of 8 up to 64, then four widths per doubling."""
+    """Return the candidate widths below `full`: multiples of 8 up to 64, then 80, 96, 112, 128, 160, 192, 224, 256 and
+    so on."""
     doublings = [64 << i for i in range(full.bit_length())]
     tried = [*range(MIN_WIDTH, 64, 8), *[d + d // 4 * quarter for d in doublings for quarter in range(4)]]
     return [w for w in tried if w < full]
 
 
 def _kv_lengths(full: int) -> list[int]:
-    """Return the candidate lengths below `full`: multiples of 16, 32 or 64 up to 512, then two lengths per doubling."""
+    """Return the candidate lengths below `full`: multiples of 16, 32 or 64 up to 512, then 768, 1024, 1536, 2048 and so
+    on."""
     step = next((step for step in (16, 32) if full <= 16 * step), KV_BUCKET)
     doublings = [512 << i for i in range(full.bit_length())]
     return [n for n in (*range(step, 512, step), *[n for d in doublings for n in (d, d + d // 2)]) if n < full]

@@ -7,9 +7,9 @@ the whole response computes the logprobs and the draws of all its tokens.
 
 **The draw gap.** Token t is drawn if the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
 function F. Rounding moves the bounds of the interval. If no logit moves by more than δ, the log-odds log F/(1−F) of a
-bound move by at most 2δ, for any F. The gap is therefore measured in log-odds, where one tolerance suits all tokens. A
-tolerance of 1 % in probability would accept a token of almost zero probability whose interval is within 1 % of the
-draw.
+bound move by at most 2δ, for any F. The gap is therefore measured in log-odds, where one tolerance suits all tokens.
+With a tolerance in probability, such as 1 %, unlikely tokens would pass too easily: a token of almost zero probability
+would be accepted if its interval were within 1 % of the draw.
 
 **Prefill is the reference.** Each segment is scored under the version that sampled it. All earlier ids are prefilled
 under that version, as in a resume. Tokens that were generated with the keys and values of an older version (weights
@@ -43,7 +43,8 @@ fit into a CPU's cache; with more tokens, a forward takes longer per token."""
 _MAX_LOGITS = 2**22
 """Maximum number of logits in memory at the same time. Scoring makes several float64 copies of the logits."""
 _BORDER = 0.05
-"""Relative tolerance at the border of top-p and top-k: rounding may keep or remove tokens this close to the border."""
+"""Relative tolerance for the bounds of top-p and top-k. If a token is this close to a bound, rounding decides whether
+the token is kept or removed."""
 _LEAST = 2.0**-48
 """A token below this probability may be missing in a sampling mask, because `sample` computes in units of 2^-50."""
 _MAX_GAP = 1e3
@@ -267,10 +268,11 @@ def _filtered_distance(
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
     possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and the target with all
-    more likely tokens. Each of the three is possible only if top-k allows its size and if, for the last token that it
-    adds or removes, the mass of all more likely tokens is within `_BORDER` of top-p. In the fourth set, the target
-    replaces token n, or token n + 1 replaces token n if the target is among the n most likely tokens. The fourth set is
-    possible only if the new token's probability is at least 1 − `_BORDER` times the probability of token n.
+    more likely tokens. Each of the three is possible only under two conditions. First, top-k must allow its size.
+    Second, take the last token that the set adds or removes: the mass of all more likely tokens must be within
+    `_BORDER` of top-p. In the fourth set, the target replaces token n. If the target is already among the n most likely
+    tokens, token n + 1 replaces token n instead. The fourth set is possible only if the new token's probability is at
+    least 1 − `_BORDER` times the probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

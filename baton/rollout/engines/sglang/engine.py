@@ -33,7 +33,7 @@ from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.types import FromWorker, PolicyVersion
 
 _BYTES_PER_TOKEN = 256
-"""Maximum bytes per token in an event of a stream: id, logprob, text."""
+"""Maximum number of bytes that a token takes in an event of a stream, with its id, logprob and text."""
 
 
 class SglangEngine(ExternalEngine[SglangClient]):
@@ -45,7 +45,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _directory: Path | None = None
     """Directory of the current weights, which the server reads again if loading the next weights fails."""
     _is_loading = False
-    """Whether weights are being loaded. All requests are then aborted, so an aborted stream is not a fault."""
+    """Whether weights are being loaded. While this value is True, an aborted stream is not a fault, because the load
+    aborts all requests."""
 
     def abort(self, lease_id: int) -> None:
         """End a lease. The lease is reported when the server has ended its request. Has no effect on an unknown

@@ -108,8 +108,8 @@ class VllmClient(EngineClient):
             raise EngineFault(f"a signal has stopped process {pid} of vLLM (state T in /proc/{pid}/stat)")
 
     def detect_stops(self) -> None:
-        """Make `check` detect that a signal has stopped vLLM's core or a worker that the core has started. Used only
-        for engines whose trajectories other engines can continue."""
+        """Make `check` detect that a signal has stopped vLLM's core or a worker that the core has started. Call this
+        method only if other engines can continue the trajectories of this engine."""
         self._detector = StopDetector(core.pid for core in self._llm.engine_core.resources.engine_manager.processes)
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class VllmClient(EngineClient):
                 self._inbox.put(said)
                 self._received[request.key] += len(one.token_ids)
         except asyncio.CancelledError:
-            # a cancelled generate() aborts its request, unless it was cancelled while adding the request
+            # when generate() is cancelled, it aborts its request itself, except while it is still adding the request
             if self._llm is not None:
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)

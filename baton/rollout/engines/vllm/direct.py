@@ -65,8 +65,8 @@ class DirectVersions:
         self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
         """Converts a published version to tensors under the names of the model's files. Set by the engines."""
         self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
-        """The last offered version, and the name of this offer in transfers; the name is unique even if a version is
-        offered twice."""
+        """The last offered version, and the name of its offer. Transfers use this name instead of the version, because
+        it is unique even if a version is offered twice."""
 
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
         """Begin to send a version. Return the version's tensors under the names of the model's files. Raises
@@ -93,7 +93,8 @@ class DirectLoad:
     """Loads versions by direct transfers into an engine."""
 
     def __init__(self, client: Any, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
-        """timeout_s: deadline of each phase of a transfer, unless the replicas of a run share `direct.versions`."""
+        """timeout_s: deadline of each phase of a transfer. It has no effect if the replicas of a run share
+        `direct.versions`, which has its own deadlines."""
         self._versions, self._is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
         self._client, self._replica, self.link = client, direct.replica, VllmLink(client, world_size)
         self._versions.sender.join(self._replica, self.link)
@@ -116,7 +117,7 @@ class DirectLoad:
             self.link.may_start.clear()
             if not self._is_shared:
                 self._versions.withdraw()
-        # no transfer starts after may_start is cleared, but the transfer of a newer version may have started before
+        # the transfer of a newer version may have started just before may_start was cleared
         if sender.served(self._replica) != sent:
             raise WeightsFault(f"a newer version has replaced version {version.number}")
 

@@ -397,8 +397,9 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a GPU, the argument enables or disables sleep mode, which vLLM lacks on a
-    CPU. On a CPU, the argument is the size of the KV cache in bytes: all slots at full length, plus a quarter."""
+    """Return vLLM's arguments for memory. On a GPU, the only argument enables or disables sleep mode. On a CPU, vLLM
+    has no sleep mode, and the only argument is the size of the KV cache in bytes: about 1.25 times the size that all
+    slots need at full length."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

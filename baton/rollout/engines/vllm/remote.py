@@ -43,8 +43,9 @@ class Step(msgspec.Struct, frozen=True, tag="Step"):
 
 
 class LoadVersion(msgspec.Struct, frozen=True, tag="Load"):
-    """Without a label, a request to pause generation for the load of a version; the answer has the label of the new
-    weights. With this label, a request to resume generation with the version, after vLLM's workers have loaded it."""
+    """Sent twice for each load of a version. The first message has no label, and requests to pause generation; its
+    answer has the label of the new weights. After vLLM's workers have loaded the version, the second message, with this
+    label, requests to resume generation."""
 
     version: PolicyVersion
     label: str = ""
@@ -89,8 +90,8 @@ class ReplicaServer:
             return port
 
     def handle(self, message: bytes, port: int = 0) -> bytes:
-        """port: in a `Start` of a replica that spans several machines, the port on the first machine (`free_port`);
-        otherwise 0."""
+        """port: a free port on the first machine (`free_port`) if `message` is the `Start` of a replica that spans
+        several machines; otherwise 0."""
         try:
             decoded = _decode(message)
             if port and isinstance(decoded, Start):
