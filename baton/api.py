@@ -264,10 +264,10 @@ class TrainableRecipe(Recipe):
 
 
 def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") -> Predictions | None:
-    """Return a plan's predictions for a run of the recipe on this machine.
+    """Return the predictions for a run of the recipe on this machine. If a plan is given, they come from the plan.
 
-    Without a plan, return the predictions of a simulation with `fleet.calibration` and `fleet.workload`, or None if one
-    of these keys is not set or if a task is multi-turn.
+    Without a plan, they come from a simulation with `fleet.calibration` and `fleet.workload`. The simulation is not
+    possible if one of these keys is not set or if a task is multi-turn; the function then returns None.
     """
     from baton.run.dry_run import trainer_bytes
     from baton.run.predictions import predictions_of_plan
@@ -380,8 +380,8 @@ class Run:
     def export(self, to: str | Path, *, step: int | None = None, dtype: str | None = None) -> Path:
         """Write the merged model as a Hugging Face directory with tokenizer, generation config and model card.
 
-        to: directory, empty or absent. step: the checkpoint's train step; default: the newest. dtype: float32, bfloat16
-        or float16; default: the dtype of the model with which the run started.
+        to: directory, which must be empty or absent. step: the checkpoint's train step; default: the newest. dtype:
+        float32, bfloat16 or float16; default: the dtype of the model with which the run started.
         """
         from baton.run.export import export_run
 

@@ -1,4 +1,5 @@
-"""Times of events, retry delays, the rule for restarts of processes, and calls in daemon threads.
+"""Contains the base class of events, retry delays, the rule for restarts of processes, and functions that run calls in
+daemon threads.
 
 A daemon thread never keeps the process alive, even if its call hangs.
 """
@@ -48,9 +49,9 @@ class RestartRule:
     """Run time in seconds after which the earlier failures of a process no longer count."""
 
     def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
-        """Return the number of consecutive failures, and the seconds until the restart (None: no more restarts).
-        failures: number of consecutive failures before the process ended this time. lived_s: time in seconds that the
-        process ran; None if it did not start."""
+        """Return two values: the number of consecutive failures, and the seconds until the restart (None if the process
+        is not restarted). failures: number of consecutive failures before the process ended this time. lived_s: time in
+        seconds that the process ran; None if it did not start."""
         failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
         if failures > self.max_failures:
             return failures, None
@@ -62,8 +63,8 @@ Clock = Callable[[], float]
 
 
 def time_left(seconds: float) -> Clock:
-    """Return a function that returns the time left until a deadline, in seconds: `seconds` now, and a negative number
-    after the deadline."""
+    """Start a timeout of `seconds`, and return a function that returns how many seconds are left; the number is
+    negative after the timeout."""
     now: Clock = time.monotonic
     end_s = now() + seconds
     return lambda: end_s - now()
@@ -77,8 +78,8 @@ numpy, torch, blake3 and zstd release the interpreter's lock."""
 _LARGE: Final = 2**18
 """Minimum size in bytes of an item that gets a thread. For a smaller item, a thread costs more time than it saves."""
 _ALL_PER_LARGE: Final = 4
-"""Maximum number of items in progress, as a multiple of the maximum number of large items. The other items are small,
-such as the norms between the matrices of a model."""
+"""Ratio of the maximum number of all items in progress to the maximum number of large items in progress. The items that
+are not large are, for example, the norms between the matrices of a model."""
 _ITEM_S: Final = 600.0
 """Maximum time in seconds that `in_order` waits for the result of one item."""
 
@@ -131,9 +132,10 @@ def in_order(
     """Compute `work(item)` for each item in several threads, and yield the results in the order of the items.
 
     num_bytes: function that returns the size of an item; small items are computed in the caller's thread. threads:
-    maximum number of large items in progress, which bounds the memory. By default, `CODERS` threads compute and one
-    more large item is queued, so that no thread waits for the caller. The caller's thread reads `items`. The threads
-    end with the call, because a thread that has computed with torch keeps OpenMP's threads alive.
+    maximum number of large items in progress, which bounds the memory. By default, `CODERS` threads compute while one
+    more large item waits in the queue, so that a thread that has finished an item can start the next one immediately.
+    The caller's thread reads `items`. The threads exist only during the iteration, because a thread that has computed
+    with torch keeps OpenMP's threads alive.
     """
     most, threads = (CODERS + 1, CODERS) if threads is None else (threads, threads)
     num_started = num_large = 0

@@ -91,7 +91,8 @@ def say(text: str) -> None:
 
 
 def wide_out() -> Console:
-    """Return the console for wide tables: standard output, 120 columns wide if it is not a terminal."""
+    """Return the console for wide tables, which prints to standard output. If standard output is not a terminal, the
+    console is 120 columns wide."""
     return out if out.is_terminal else Console(width=120)
 
 

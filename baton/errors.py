@@ -114,8 +114,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     """Error number of an OSError; 0 for other errors."""
 
     def error(self) -> BatonError | OSError | None:
-        """Return the exception that `kind` names: one of `KINDS`, or an OSError with an error number; otherwise
-        None."""
+        """Return the exception that this message reports: one of Baton's if `kind` is in `KINDS`, or an OSError if the
+        message has an error number. Return None for any other error."""
         if self.kind in KINDS:
             return KINDS[self.kind](self.text)
         return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None

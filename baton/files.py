@@ -134,8 +134,8 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files that a process left in `directory` when it died within a function of this module. A
-    directory that `atomic_directory` was replacing gets its old content back if the new content is incomplete."""
+    """Remove the temporary files that a process left in `directory` when it died within a function of this module. If
+    `atomic_directory` was replacing a directory and the new content is incomplete, restore the old content."""
     for replaced in directory.glob(".*.replaced"):
         path = directory / replaced.name[1 : -len(".replaced")]
         if not path.exists():
@@ -205,7 +205,8 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """If an OSError of the context names no file, add `path` to it. Convert I/O errors of safetensors to OSError."""
+    """Within the context, add `path` to each OSError that names no file, and convert I/O errors of safetensors to
+    OSError."""
     try:
         yield
     except SafetensorError as error:

@@ -84,14 +84,16 @@ class FrameSocket:
             self._body = bytearray(size)
 
     def send_all(self, data: bytes) -> None:
-        """Send a frame and block until it is accepted. Only children call this: the wait ends if the parent exits."""
+        """Send a frame and block until it is accepted. This call has no deadline, so only children use it: for them,
+        the wait ends at the latest when the parent exits."""
         self.send(data)
         while self._unsent:
             _wait_for([(self, selectors.EVENT_WRITE)], None)
             self.send_more()
 
     def receive_next(self) -> bytes:
-        """Block until the next frame is complete. Only children call this: the wait ends if the parent exits."""
+        """Block until the next frame is complete. This call has no deadline, so only children use it: for them, the
+        wait ends at the latest when the parent exits."""
         while (frame := self.receive()) is None:
             _wait_for([(self, selectors.EVENT_READ)], None)
         return frame

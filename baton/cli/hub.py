@@ -36,7 +36,7 @@ def status(
 
 
 RELAY_GRACE_S = 2.0
-"""Time in seconds from a stop signal to the cancellation of the relay."""
+"""After a stop signal, the relay is cancelled after this number of seconds."""
 
 
 def relay(

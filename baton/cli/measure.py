@@ -60,7 +60,8 @@ bench_app = typer.Typer(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Make `bench` a command group: otherwise, typer would run the group's only command as `baton bench`."""
+    """Make `bench` a command group. Without this callback, typer would not create a group, because it has only one
+    command."""
 
 
 @bench_app.command("rollout")

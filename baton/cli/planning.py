@@ -188,7 +188,8 @@ cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a c
 
 @cluster_app.callback()
 def _cluster() -> None:
-    """Make `cluster` a command group: otherwise, typer would run the group's only command as `baton cluster`."""
+    """Make `cluster` a command group. Without this callback, typer would not create a group, because it has only one
+    command."""
 
 
 @cluster_app.command("describe")

@@ -51,7 +51,7 @@ class Machine(msgspec.Struct, frozen=True):
     num_gpus: int
     """Number of GPUs; on a machine of type CPU, number of cores."""
     units: tuple[str, ...]
-    """Names of Ray resources. For each GPU, a process requests one unit of each of these resources."""
+    """Names of Ray resources. For each GPU that a process uses, it requests one unit of each of these resources."""
     cpus: float
     """Number of CPU cores that Ray may assign."""
     problem: str = ""

@@ -66,15 +66,16 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     share: float = 0.0
     """Share of each batch's trajectories that the plan assigns to the worker."""
     weight: float = 1.0
-    """Expected throughput of one slot of the worker, divided by the mean over all workers."""
+    """Relative speed of the worker: the ratio of its expected throughput per slot to the mean of this throughput over
+    all workers."""
     tp: int = 1
     pp: int = 1
     ranks: tuple[int, ...] = ()
     """For each GPU of a colocated worker, the rank that uses the same GPU, or -1 if no rank uses it. The rank requests
     a shared GPU from Ray, so the worker's `resources` do not include it. Empty if the worker shares no GPU."""
     further: tuple[ProcessPart, ...] = ()
-    """The worker's processes on machines other than the first, in the order of the GPUs. `gpu_ids` includes their GPUs;
-    `resources` and `threads` are only those on the first machine."""
+    """The worker's processes on machines other than the first, in the order of the GPUs. `gpu_ids` lists the GPUs on
+    all machines, but `resources` and `threads` apply only to the first machine."""
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -109,9 +110,10 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. For this, the ranks
-    of all stages are rotated by the same number of positions, so that ranks of neighbouring stages stay paired.
-    first_worker: number in the name of the first worker, larger than all earlier numbers, because names are not reused.
+    here: id of the controller's machine. If the first stage uses this machine, rank 0 runs on it: the order of the
+    ranks is rotated by the same offset in each stage, so that the same pairs of ranks still communicate. first_worker:
+    number of the first worker, which becomes a part of its name. It must be larger than all earlier numbers, because
+    names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
@@ -165,16 +167,18 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequenc
 
 
 def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:
-    """Return one relative speed (the mean is about 1) per rank index of a stage. `threads`: number of threads, or
-    another measure of speed, of each rank of all stages. Ranks with the same index in their stages train the same
-    trajectories, so the lowest of their relative speeds is returned."""
+    """Return a relative speed for each rank index within a stage; the mean of the speeds is about 1. `threads`: for
+    each rank of all stages, the number of its threads or another measure of its speed. A rank's relative speed is the
+    ratio of its speed to the mean speed in its stage. Ranks with the same index train the same trajectories, so the
+    slowest of them determines the speed of the index."""
     size = len(threads) // num_stages
     of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
     return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:
-    """Return this plan's values on the axis `plan` of `support.toml`, the table of tested and refused combinations."""
+    """Return the properties of this plan that `support.toml`, the table of tested and refused combinations, lists on
+    its axis `plan`."""
     stages = plan.training.stages
     types, widths = {stage.gpu for stage in stages}, {stage.tp for stage in stages}
     is_mixed = plan.training.is_mixed
@@ -266,7 +270,7 @@ def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
 def _workers(
     plan: Plan, machines: Mapping[str, Machine], first: int, owners: Mapping[str, int]
 ) -> tuple[ProcessSpec, ...]:
-    """owners: id of a GPU that a worker shares with a rank → the rank."""
+    """owners: for each GPU that a worker shares with a rank, the GPU's id and the rank's number."""
     slots = [max(MIN_SLOTS, replica.batch) for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
     mean = sum(rates) / max(1, len(rates)) or 1.0
@@ -295,8 +299,9 @@ def _by_machine(gpu_ids: Sequence[str]) -> list[list[str]]:
 
 
 def _check_parts(who: str, replica: Replica, parts: Sequence[Sequence[str]], machines: Mapping[str, Machine]) -> None:
-    """Raise UserError if vLLM cannot run a replica with these GPUs on each machine. vLLM runs the same number of its
-    processes, with consecutive ranks, on each machine. vLLM's CPU build can run only one process on each machine."""
+    """Raise UserError if vLLM cannot run a replica with these GPUs on each machine. vLLM starts equally many processes
+    on each machine, and the processes of a machine have consecutive ranks. vLLM's CPU build can run only one process on
+    each machine."""
     units = [machines[own[0].rpartition(":")[0]].units for own in parts]
     if len({len(own) for own in parts}) > 1 or [gpu for own in parts for gpu in own] != list(replica.gpu_ids):
         why = "the same number of consecutive GPUs on each machine"
@@ -371,7 +376,7 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transp
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
     """Map the GPUs of each replica to the URL of its SGLang server. infos: for each URL, the server's description of
     itself, or the reason why the server did not answer. Raises UserError if the numbers of URLs and replicas differ, or
-    if a server does not answer or differs from its replica in tp or pp."""
+    if a server does not answer, or if its tensor-parallel or pipeline-parallel size is not that of its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"
     if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
         raise UserError(

@@ -12,7 +12,7 @@ from baton.specs.model import ModelSpec, read_model
 from baton.specs.plan import Plan, PlannedWork, RewardStage
 
 TOLERANCE = 0.15
-"""Maximum relative difference between a count or length in the recipe and in the plan."""
+"""A count or length in the recipe may differ from that in the plan by at most this fraction."""
 NUMBERS = "num_layers", "hidden", "vocab"
 """Fields of `ModelSpec` that are compared: if one differs, recipe and plan have different models. Of these fields, a
 `RewardStage` has only `num_layers`."""
@@ -34,7 +34,8 @@ def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
 
 
 def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple[str, object, object, bool]]:
-    """Return (key, value of the recipe, value of the plan, whether the difference matters)."""
+    """Return the keys whose values in recipe and plan differ or are unknown. Each tuple contains the key, the recipe's
+    value, the plan's value, and whether the plan must be refused because of the difference."""
     work, cut, context = recipe_workload(recipe), recipe.rollout.max_new_tokens, recipe.engine.max_context_tokens
     far = _is_far(work.num_trajectories, planned.groups * planned.group_size)
     own, of_plan = f"{work.groups} × {work.group_size}", f"{planned.groups} × {planned.group_size}"

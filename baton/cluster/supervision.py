@@ -83,7 +83,7 @@ class StopProcess(msgspec.Struct, frozen=True, tag="End"):
 
 
 class SetWorkerWeight(msgspec.Struct, frozen=True, tag="Weigh"):
-    """Apply the relative speed (`ProcessSpec.weight`) that a new plan expects of a running worker."""
+    """Set the relative speed of a running worker to the value that a new plan expects (`ProcessSpec.weight`)."""
 
     spec: ProcessSpec = msgspec.field(name="post")
 
@@ -121,7 +121,8 @@ class SupervisionRules(RestartRule):
     """The limits and delays of `Supervision`."""
 
     settle_s: float = 2.0
-    """Seconds without a change of the machines before a new plan is made: machines often join or leave together."""
+    """A new plan is made when no machine has joined or left for this number of seconds, because machines often join or
+    leave together."""
 
 
 @dataclass(slots=True)

@@ -21,8 +21,9 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""For each efficiency that is a share of the GPU's peak: the attribute of `Gpu` that has the peak; the factor from the
-unit in `achieved.toml` to the SI unit; the name of the unit in `achieved.toml`."""
+"""The efficiencies that are shares of the GPU's peak performance. Each has three values: the attribute of `Gpu` that
+contains the peak, the factor that converts the unit in `achieved.toml` to the SI unit, and the name of the unit in
+`achieved.toml`."""
 
 
 class AchievedSettings(Settings):
@@ -36,7 +37,7 @@ class AchievedSettings(Settings):
     origin: Literal["measured", "derived", "assumed"]
     """`derived`: computed from measurements of other models or GPU types."""
     source: str
-    """The publication, and its table or figure with the value."""
+    """The publication, and the table or figure in it that contains the value."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class Parameter(msgspec.Struct, frozen=True):
     origin: str
     source: str
     peak: float = 1.0
-    """The GPU's peak performance in the catalogue's unit, if the value is a share of the peak; otherwise 1."""
+    """If the value is a share of the GPU's peak performance: this peak, in the catalogue's unit. Otherwise 1."""
     unit: str = ""
 
     @property
@@ -77,13 +78,14 @@ class GpuCalibration(msgspec.Struct, frozen=True):
 
     gpus: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    """Parameters of all GPU types, then those of single GPU types, which take precedence."""
+    """First the parameters that apply to all GPU types, then the parameters of single GPU types, which override
+    them."""
     own: Efficiencies
     """A user's measurements, without ranges. The measurements of a GPU type replace all parameters of this type."""
 
     def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
-        """Return the efficiencies with the value that `pick` selects for each parameter. A CPU gets the default of
-        `own`, because the catalogue has no values for CPUs."""
+        """Return the efficiencies with the value that `pick` selects for each parameter. The catalogue has no values
+        for CPUs, so they get `own.default` unless `own` contains efficiencies of CPUs."""
 
         def of(gpu: str) -> Efficiency:
             values = {each.key: pick(each) for each in self.parameters if each.gpu in ("", gpu)}

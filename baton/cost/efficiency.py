@@ -27,11 +27,11 @@ class Efficiency(Settings):
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Factor by which a train step takes longer while engines use cores of the same machine. The factor excludes the
-    effect of the trainer's smaller number of cores."""
+    """Slowdown of a train step by engines that run on other cores of the same machine: the ratio of its time with
+    engines to its time without engines. In both cases, the trainer has the same number of cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Factor by which engines take longer while the trainer uses cores of the same machine. The factor excludes the
-    effect of the engines' smaller number of cores."""
+    """Slowdown of engines by a trainer that runs on other cores of the same machine: the ratio of their time with the
+    trainer to their time without the trainer. In both cases, the engines have the same number of cores."""
     prefill: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
@@ -50,26 +50,26 @@ class Efficiency(Settings):
     """Time from the report of a finished trajectory until the engine receives the next trajectory for the empty slot. 0
     for an engine that has a queue of further trajectories."""
     rollout: float = Field(default=1.0, gt=0, le=1)
-    """Mean speed of an engine over a whole rollout, divided by its speed with full slots. Interruptions, unequal load
-    and waiting make this value less than 1."""
+    """Ratio of an engine's mean speed over a whole rollout to its speed while all slots are in use. Interruptions,
+    unequal load and waiting make this value less than 1."""
     link: float = Field(default=0.7, gt=0, le=1)
     """Achieved share of link bandwidth in collectives."""
     publish: float = Field(default=0.25, gt=0, le=1)
-    """Achieved share of link bandwidth in weight publication. AReaL-Hex (2511.00796) table 2: 0.17 between GPU types,
-    0.25 to 0.5 within a type."""
+    """Achieved share of link bandwidth in weight publication. AReaL-Hex (2511.00796), table 2, reports 0.17 if trainer
+    and engines have different GPU types, and 0.25 to 0.5 if they have the same type."""
     publish_latency_s: float = Field(default=1.0, ge=0)
     """Fixed time of one publication, independent of the size of the weights. AReaL-Hex table 2: 1.4 to 2.0 s."""
     train_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one train step, independent of the batch."""
     cycle_overhead_s: float = Field(default=0.0, ge=0)
-    """Time per train step that is not spent on generation, scoring, training or publication, but for example on the
+    """Time that a train step takes in addition to generation, scoring, training and publication, for example for the
     journal and metrics."""
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
     """Memory, in 10^9 bytes, of a trainer process on a CPU, excluding its tensors. Predictions of a run use this value;
     plans do not."""
     reward_model_s: float = Field(default=0.0, ge=0)
-    """Time in seconds that each process of the reward model spends on a batch, divided by the batch's number of
-    trajectories. 0 if no reward model was measured. Predictions of a run use this value; plans do not."""
+    """For each process of the reward model: ratio of the seconds that it works on a batch to the number of trajectories
+    in the batch. 0 if no reward model was measured. Predictions of a run use this value; plans do not."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)
@@ -86,7 +86,7 @@ class CalibrationSettings(Settings):
     such a file."""
 
     default: Efficiency = Efficiency()
-    """Efficiency of GPU types without a section, and default of the keys that a section lacks."""
+    """Efficiency of GPU types without a section. If a section lacks a key, the key has the value that it has here."""
     efficiency: dict[str, Efficiency] = Field(default_factory=dict)
     """Efficiency by GPU type."""
     notes: dict[str, str | float | int] = Field(default_factory=dict)
@@ -134,7 +134,7 @@ class RatesSettings(Settings):
     sync_s: float = Field(default=0.0, ge=0)
     """Seconds of weight publication per step if trainer and engines have the same GPU type."""
     cross_sync_s: float | None = Field(default=None, ge=0)
-    """Seconds of weight publication per step between GPU types; the default is sync_s."""
+    """Seconds of weight publication per step if trainer and engines have different GPU types; the default is sync_s."""
 
     @model_validator(mode="after")
     def _has_rates(self) -> RatesSettings:

@@ -17,7 +17,7 @@ from baton.specs.workload import Workload, constant
 
 ROUNDS = 400
 LEAST = 1e-6
-"""Lower limit of the values with which `_descend` starts. Its results are at least a thousandth of this limit."""
+"""`_descend` first raises smaller start values to this value. Its results are at least a thousandth of this value."""
 BACKWARD = 0.5, 10.0
 """Range of the fitted `backward`."""
 
@@ -36,7 +36,7 @@ class Measurement(msgspec.Struct, frozen=True):
     predicted_s: float = 0.0
     """Prediction of the cost model with the fitted efficiencies."""
     trained_share: float = 1.0
-    """Share of the groups of a train step that have a nonzero advantage."""
+    """For a train step: fraction of its groups that have a nonzero advantage."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -158,8 +158,9 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
-    """Minimise `error` by coordinate descent. Each value is multiplied or divided by a factor. The factor is reduced
-    when no change of a value lowers the error. `most`: upper limit of each value."""
+    """Minimise `error` by coordinate descent. In each round, each value is multiplied and divided by a factor, and a
+    changed value is kept if it lowers the error. If a round does not lower the error, the factor is reduced. `most`:
+    upper limit of each value."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

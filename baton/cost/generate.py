@@ -26,8 +26,8 @@ DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
 CLASS_VALUES = 2**16
 """On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. Each additional
-class costs about 30 µs per layer, the time in which attention reads this number of elements of the keys and as many of
-the values."""
+class costs about 30 µs per layer. In this time, attention can read `CLASS_VALUES` elements of the keys and the same
+number of elements of the values."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -37,7 +37,7 @@ class DeviceClass(msgspec.Struct, frozen=True, dict=True):
     link_bytes_per_s: float
     """Bandwidth within a node, one direction."""
     inter_bytes_per_s: float
-    """Bandwidth between nodes, one direction. For a single node, the bandwidth within the node."""
+    """Bandwidth between nodes, one direction; if there is only one node, the bandwidth within this node."""
     latency_s: float
     efficiency: Efficiency
 
@@ -135,7 +135,7 @@ def decode_s(
         activations = rows * model.hidden * work.weight_bytes
         comm = 0.0
         if tp > 1:
-            # a message within a node is assumed to take a quarter of the latency between nodes
+            # the latency within a node is assumed to be a quarter of the latency between nodes
             sums = place.latency_s / 4 + 2 * (tp - 1) / tp * activations / (place.link_bytes_per_s * eff.link)
             comm += 2 * count * sums
         if pp > 1:
@@ -147,8 +147,8 @@ def decode_s(
 def prefill_s(
     model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
 ) -> float:
-    """Return the prefill time of one sequence on the slowest stage. `tokens` and `squared`: means of the number of
-    tokens and of its square."""
+    """Return the prefill time of one sequence on the slowest stage. `tokens`: mean number of tokens of a sequence.
+    `squared`: mean of the squares of these numbers."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)
@@ -163,7 +163,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
     efficiency = place.efficiency
     prompt += efficiency.prefill_overhead_s * prefills_per_trajectory(work, batch)
     step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(model, work, place, batch))
-    # the engine computes whole steps while a slot waits for its next trajectory
+    # a slot that waits for its next trajectory stays empty for a whole number of decode steps
     empty_s = step * math.ceil(efficiency.handover_s / step)
     per_token = step / batch + (empty_s / batch + prompt + efficiency.trajectory_overhead_s) / work.output.mean
     if work.max_staleness == 0:
@@ -184,10 +184,10 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:
     """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
-    In a paged cache, a trajectory reads its own context. In a fixed cache, all slots are rows of one tensor, and a
-    trajectory reads as many positions as the longest running trajectory of its length class has. With L the length of a
-    response, the probability that a running trajectory is beyond position x at a random time is ∫_x^∞ P(L > y) dy /
-    E[L].
+    In a paged cache, a trajectory reads its own context. In a fixed cache, all slots are rows of one tensor. All
+    trajectories of a length class then read the same number of positions: the length of the longest one. Let L be the
+    length of a response. At a random time, a running trajectory is beyond position x with the probability ∫_x^∞ P(L >
+    y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
@@ -200,17 +200,18 @@ def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, ba
 
 
 def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
-    """Return the cost of one more length class, expressed as the number of positions that attention reads in the same
-    time. Infinity on a GPU, because only engines on a CPU have length classes."""
+    """Return the cost of one more length class, in positions: in the time that the class costs, attention could read
+    this number of positions. The cost is infinite on a GPU, because only engines on a CPU have length classes."""
     return 2 * CLASS_VALUES / model.kv_values_per_token if place.gpu.name == "CPU" else math.inf
 
 
 def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
-    """Return the mean number of positions that a row of a fixed cache reads, plus the cost of the length classes per
-    row.
+    """Return the cost of a decode step per row of a fixed cache, in positions. It is the sum of two means over the
+    rows: the number of positions that a row reads, and the row's part of the cost of the length classes.
 
-    The rows are divided into one to three classes so that the returned number is minimal. `length_N`: ascending
-    lengths, each a possible maximum of a class. `rows_N`: number of rows up to each length.
+    The rows are divided into the one to three classes that minimise this cost. `length_N`: lengths in ascending order;
+    the longest row of a class has one of these lengths. `rows_N`: for each of these lengths, the number of rows that
+    are not longer.
     """
     last = len(length_N) - 1
     if math.isinf(class_cost):
@@ -225,9 +226,10 @@ def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], c
 def prefills_per_trajectory(work: Workload, batch: float) -> float:
     """Return the number of prefill calls per trajectory, for an engine with a full batch.
 
-    Trajectories that arrive between two decode steps share a prefill call, and so do trajectories of one prompt with
-    `shared_prefill`. With independent arrivals and responses of mean length E[L], batch / E[L] trajectories arrive per
-    decode step, so a share 1 - exp(-batch / E[L]) of the steps has an arrival.
+    Trajectories that arrive between two decode steps share a prefill call. With `shared_prefill`, the trajectories of
+    one prompt also share a prefill call. Let E[L] be the mean length of a response. On average, batch / E[L]
+    trajectories arrive per decode step. If arrivals are independent, the fraction of steps in which at least one
+    trajectory arrives is 1 - exp(-batch / E[L]).
     """
     arrivals = batch / work.output.mean
     return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)
@@ -241,7 +243,7 @@ def drain_s(
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
     alive = work.output.survival(list(middle))
-    # alive: probability that one trajectory still runs; longest: probability that any of the batch still runs
+    # alive: probability that a given trajectory still runs; longest: that at least one of the batch still runs
     longest = [1 - (1 - share) ** batch for share in alive]
     total = 0.0
     for position, share, any_alive in zip(middle, alive, longest, strict=True):

@@ -33,8 +33,8 @@ Array = Any
 """A number or an array of numbers."""
 
 MAX_LOGITS = 2**24
-"""Number of logits that a trainer computes at a time if a larger number would increase its peak memory
-(`policy/head.py`)."""
+"""A trainer may always compute this number of logits at a time (`policy/head.py`). It computes more, up to
+`MOST_LOGITS`, only if this does not increase its peak memory."""
 MOST_LOGITS = 2**28
 """Maximum number of logits that a trainer computes at a time."""
 LOGIT_BYTES = 10.0
@@ -121,9 +121,9 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     max_kept: int = 0
     """Maximum number of ids in a token's sampling mask; 0 without masks."""
     masked_tokens: float = 0.0
-    """For ranks on a CPU: number of the batch's tokens whose sampling masks a rank holds in memory."""
+    """Only for ranks on a CPU: number of tokens per batch whose sampling masks a rank holds in memory."""
     replayed_tokens: Array = 0.0
-    """Number of tokens of a rank's batch whose experts are replayed in all passes; 0 without `trainer.moe_replay`."""
+    """A rank replays the recorded experts of this number of tokens per batch; 0 without `trainer.moe_replay`."""
     reported_tokens: float = 0.0
     """Number of tokens of a batch for which the engine reported the selected experts."""
 
@@ -135,14 +135,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     value_bytes: int
     kept_contexts: int = 8
-    """Number of full contexts whose keys and values the engine keeps outside its slots, to reuse them."""
+    """Number of contexts that the engine caches in addition to its slots, so that it can reuse their keys and values.
+    Each context counts with the maximum length."""
     float32_head: bool = False
     """Whether a decode step on a CPU casts the head to float32."""
     packs: bool = False
     """Whether the engine keeps a second copy of linear layers in the layout of fast kernels, as in bfloat16 on a
     CPU."""
     adapter_params: float = 0.0
-    """Parameters of the adapters that are merged into the weights; 0 if whole versions are loaded."""
+    """Number of parameters of an adapter that the engine merges into its weights; 0 if it loads whole versions."""
 
 
 def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
@@ -232,7 +233,7 @@ def rank_phases(
     gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / _table_split(how)
     float32_factor = 4 * head * (how.float32_head and how.on_cpu and wide == 2)
-    # four bytes per id, in two copies: for the policy's tokens, and for all positions of a padded pass
+    # an id takes four bytes, and there are two copies: of the policy's tokens, and of all positions of a padded pass
     masks = (Term("sampling masks", last * tokens * how.max_kept * 2 * 4.0),) if how.max_kept else ()
     pieces = Term("logits", last * (logits * (LOGIT_BYTES if wide == 2 else 8.0) + float32_factor))
     # autocast keeps a copy of each float32 weight until the forward pass ends
@@ -253,7 +254,7 @@ def rank_phases(
     # the gathered embedding and head are freed before their gradients are copied to float32
     alone = (1 - is_sharded) * (waiting + 4 * head * first)
     of_tables = trains_all * (tied * 4 * tables + apart * first * (4 + wide + 4 / shards) * head + alone)
-    # without recomputation, the tensors that blocks save keep copies of weights alive in the head's backward pass
+    # without recomputation, blocks save copies of weights, which still exist in the head's backward pass
     between = () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
     # the activations of the last norm are freed before the blocks' backward pass
     block_activations = Term(kept.name, 0.0, kept.per_layer)
@@ -315,8 +316,9 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
 
 def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Term, ...]:
     """Return the memory of a reward model that scores a batch of `tokens` tokens, including padding. The working memory
-    is that of one block: the input, the norm in float32, and the larger of two sets of tensors: the products of the
-    feed-forward part, or attention's queries, keys, values and output."""
+    is that of one block: the block's input, the norm in float32, and the tensors of attention or of the feed-forward
+    part, whichever take more memory. Attention has queries, keys, values and output; the feed-forward part has the
+    products."""
     attention = 2 * model.num_heads * model.head_dim + model.kv_values_per_token
     feed_forward = model.active_ffn_params / model.hidden
     block = value_bytes * (2 * model.hidden + max(attention, feed_forward)) + 8 * model.hidden
@@ -362,8 +364,9 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time without an increase of its peak memory. The logits beyond
-    `MAX_LOGITS` take at most half of the difference between the peak and the largest phase that has logits."""
+    """Return how many logits a trainer may compute at a time without an increase of its peak memory. A phase with
+    logits may need less memory than the peak. Additional logits beyond `MAX_LOGITS` use at most half of this
+    difference."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

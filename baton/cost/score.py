@@ -25,8 +25,8 @@ class ScoringCost(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that are scored at the same time."""
     latency_s: float = 0.0
-    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier: its `trajectory_s` is
-    also its latency."""
+    """Time to score one trajectory while other trajectories are scored too. 0 for a classifier, which scores one batch
+    after another; its latency is `trajectory_s`."""
 
 
 def scoring_cost(model: ModelSpec, work: Workload, place: DeviceClass) -> ScoringCost:

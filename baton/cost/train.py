@@ -49,7 +49,8 @@ class StageTerms(msgspec.Struct, frozen=True):
 
 
 class RowShares(msgspec.Struct, frozen=True):
-    """How the ranks of a stage on several GPU types divide the trajectories of a batch."""
+    """For a stage with ranks on several GPU types: how many of a batch's trajectories each rank trains, as shares of
+    the batch."""
 
     own: Array
     """Share of the batch on a rank of this GPU type; the largest share if ranks of this type have different shares."""
@@ -98,11 +99,13 @@ def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> R
 
 
 def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
-    """Return `trainer.speeds` of a rank on each of these GPU types, relative to the fastest.
+    """Return the value of `trainer.speeds` for a rank on each of these GPU types: the ratio of its speed to the speed
+    on the fastest type.
 
     If ranks exchange weights or gradients in each pass, all ranks run the same number of passes, and each microbatch
-    has at least one trajectory. Each relative speed is therefore at least (longest trajectory) / (largest microbatch):
-    with a lower speed, fast ranks would need more passes than the slow rank has trajectories.
+    has at least one trajectory. If the speed of a rank were too low, it would therefore get fewer trajectories than the
+    fast ranks have passes. The lower limit is the ratio of the length of the longest trajectory to the size of the
+    largest microbatch.
     """
     passes = [forward_passes(work, place.efficiency.backward) for place in places]
     speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]
@@ -134,9 +137,10 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
 def mixed_terms(
     model: ModelSpec, work: Workload, places: Sequence[DeviceClass], counts: Sequence[Array], bytes_per_s: Array
 ) -> list[StageTerms]:
-    """Return the coefficients of each GPU type of a mixed stage. Each of the stage's times is the largest over the
-    types. `counts`: number of ranks of each type. `bytes_per_s` [candidates]: bandwidth of the slowest link between two
-    machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
+    """Return the coefficients of each GPU type of a mixed stage. Each time of the stage (such as the time of the
+    gradients) is that of the GPU type that takes longest. `counts`: number of ranks of each type. `bytes_per_s`
+    [candidates]: bandwidth of the slowest link between two machines of the stage. With `work.shard_size`, each copy of
+    the model is within one machine."""
     shares = row_shares(work, rank_speeds(work, places), counts)
     ranks = np.sum(counts, axis=0)
     # a mixed stage is on several machines, even if it has few ranks
@@ -157,8 +161,8 @@ def stage_terms(
     dp: Array,
     shares: RowShares | None = None,
 ) -> StageTerms:
-    """Return the coefficients of stages of width tp × dp on one GPU type. `shares`: division of the batch among ranks;
-    by default, each rank gets equally many trajectories.
+    """Return the coefficients of stages that have `dp` tensor-parallel groups of `tp` GPUs each, all of one GPU type.
+    `shares`: division of the batch among ranks; by default, each rank gets equally many trajectories.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer.
     Each tensor-parallel rank of Baton's trainer computes the whole head. With `work.shard_size`, each group of this
@@ -178,7 +182,7 @@ def stage_terms(
     shards = np.minimum(dp, work.shard_size or np.inf)
     models = 1 + work.has_critic
     across, within = place.inter_bytes_per_s * eff.link, place.link_bytes_per_s * eff.link
-    # time to gather or reduce one byte per parameter among the ranks of a copy, and to sum it over the copies
+    # for one byte per parameter: time to gather or reduce among the ranks of a copy; time to sum over the copies
     sent = (shards - 1) / shards * model.layer_params
     exchange_s = np.where(tp * shards > node_gpus, sent / across, sent / tp / within)
     copies_s = 2 * (1 - shards / dp) * model.layer_params / np.where(tp * dp > node_gpus, across, within)
@@ -211,8 +215,8 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. Embedding and head count as the number of layers with the same
-    number of parameters."""
+    """Return the gradient or optimiser time of a stage. Embedding and head are converted to a number of layers with as
+    many parameters, and count as these layers."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 

@@ -36,8 +36,9 @@ class LoadedEnvironment:
     """Line for the user, returned by the class's `prepare`."""
     serial: Serial = "nothing"
     """Which calls run one at a time in a process: no calls, only `reset`, or all calls. Classes of other projects may
-    use the global random state of Python and numpy. With `reset` and `all`, this state is therefore seeded before
-    `reset`. `all` also saves and restores the random state for each episode."""
+    use the global random state of Python and numpy. With `reset` or `all`, this state is therefore seeded before each
+    call of `reset`. With `all`, each episode also has a random state of its own, which is restored before each call and
+    saved after it."""
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:

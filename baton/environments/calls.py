@@ -48,7 +48,8 @@ class EpisodeKey(msgspec.Struct, frozen=True):
     """Identity of one episode's instance. If an episode is restarted, `attempt` increases by 1."""
 
     stream: int
-    """Number that distinguishes training from evaluations, because their group ids may be equal."""
+    """Training and evaluations have different numbers here, because a group of an evaluation may have the same id as a
+    group of training."""
     group_id: int
     sample_index: int
     attempt: int = 0
@@ -131,9 +132,10 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Weight of this failure in the count of failed attempts, usually 1. If the process ended and the episode cannot be
-    replayed, the weight is 1 divided by the number of calls that were running in the process; it is 0 if the episode
-    had no running call, or if the process was killed because of another call's deadline."""
+    """Number by which this failure increases the count of failed attempts, usually 1. If the process ended and the
+    episode cannot be replayed, any of the calls that were running in the process may be the cause; the number is then 1
+    divided by the number of these calls. It is 0 if the episode had no running call, or if the process was killed
+    because of another call's deadline."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
@@ -160,7 +162,8 @@ class EnvironmentReady(msgspec.Struct, frozen=True, tag="EnvironmentReady"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="Alive"):
-    """Sent while calls are running, so that a stopped process is distinguished from a slow call."""
+    """A process sends this message while its calls are running. If the message is missing, the process has stopped;
+    otherwise its calls are only slow."""
 
 
 ToEnvironment = EnvironmentSetup | ActRequest | CloseEpisode

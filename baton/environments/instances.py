@@ -50,7 +50,8 @@ class EnvironmentInstances:
         self._instances: dict[EpisodeKey, _Instance] = {}
         self._serial = threading.Lock()
         self.called_at: dict[EpisodeKey, float] = {}
-        """Monotonic time at which the running call of `reset` or `step` began, by episode."""
+        """Episodes with a running call of `reset` or `step`, and the time at which this call began (monotonic
+        clock)."""
 
     def act(self, request: ActRequest) -> Observation | ActFailure:
         """Execute a request. An error of the environment is returned as an `ActFailure`."""
@@ -66,8 +67,9 @@ class EnvironmentInstances:
             self.called_at.pop(request.key, None)
 
     def discard(self, key: EpisodeKey, run: Callable[[Callable[[], None]], object] = lambda call: call()) -> None:
-        """Forget the instance of an episode, if there is one, and close it. `run` receives a function that closes the
-        instance, and must call this function."""
+        """Forget the instance of an episode, if there is one, and close it. A function that closes the instance is
+        passed to `run`, which must call this function, for example in another thread. By default, it is called
+        immediately."""
         instance = self._instances.pop(key, None)
         if instance is not None and callable(close := getattr(instance.environment, "close", None)):
 

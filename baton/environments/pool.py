@@ -4,8 +4,9 @@
                         ▲                              │ process ended, or does not respond
                         └──────────────────────────────┘ at most `retries` times, then alone in its process
 
-All calls of an episode run in one process. This module starts no thread: only one thread may call `submit`, `collect`
-and `discard`, and these methods also receive the messages of the processes, and kill and restart processes.
+All calls of an episode run in one process. This module starts no thread: messages of processes are received, and
+processes are killed and restarted, only within calls of `submit`, `collect` and `discard`. Only one thread may call
+these methods.
 
 If a process ends, each of its running calls may be the cause. These calls are retried one at a time, so that only the
 call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. The
@@ -70,7 +71,8 @@ class _EnvironmentProcess:
     pipe: FrameSocket | None = None
     is_ready: bool = False
     seen_at: float = 0.0
-    """Latest of three times: process start, last message, start of a call while no other call was running."""
+    """Time since which the pool has waited for a message of the process. It is the latest of three times: the process
+    started, the process sent a message, or a call started while no other call was running."""
     restart_at: float = 0.0
     num_failed_starts: int = 0
 
@@ -93,8 +95,8 @@ class EnvironmentPool:
         self._gone: set[calls.EpisodeKey] = set()
         """Episodes of environments with `replay = "never"` whose instance was lost."""
         self.never_replayed: tuple[str, ...] = ()
-        """Environments with `replay = "never"`. A restarted run must start a new attempt of each open episode of these
-        environments, because it does not know whether the pending turn was executed."""
+        """Environments with `replay = "never"`. A restarted run does not know whether the pending turn of an open
+        episode was executed. In these environments, it must therefore start a new attempt of the episode."""
         self._done: deque[calls.Observation | calls.ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []
@@ -118,8 +120,9 @@ class EnvironmentPool:
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets of the processes, which become readable when a process sends a result for `collect`. Empty if
-        `collect` must be called at once, because a result is available or a process is being restarted."""
+        """Sockets of the processes, which become readable when a process sends a result for `collect`. If a result is
+        available or a process is being restarted, `collect` must be called at once; the list of sockets is then
+        empty."""
         pipes = [process.pipe for process in self._processes if process.pipe is not None and process.is_ready]
         return pipes if len(pipes) == len(self._processes) and not self._done else ()
 
@@ -257,7 +260,8 @@ class EnvironmentPool:
             self._lose(process, FailureCause.TIMEOUT, "stopped responding and was killed")
 
     def _dispatch(self, process: _EnvironmentProcess) -> None:
-        """Start the next calls of a process. A call that a process has failed to complete runs alone."""
+        """Start the next calls of a process. If a process ended or stopped responding while it ran a call, this call is
+        later retried without other calls in the process."""
         while process.is_ready and process.waiting and len(process.running) < self._max_running:
             call = process.waiting[0]
             request = call.request
@@ -311,8 +315,8 @@ class EnvironmentPool:
             self._post(process, calls.CloseEpisode(key))
 
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
-        """End a process, and retry or fail its calls. `cause`: failure cause to report for calls without retries left.
-        None means that no running call is at fault."""
+        """End a process, and retry or fail its calls. `cause`: the cause to report for calls that have no retries left;
+        None if no running call is at fault."""
         was_ready = process.is_ready
         resets = {key for key, call in process.running.items() if call.request.action is None}
         self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed} - resets

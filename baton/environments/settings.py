@@ -11,8 +11,8 @@ class EnvironmentSettings(Settings):
     """[environments] The processes that run environments. They start with the run."""
 
     processes: int = Field(default=2, ge=1)
-    """Number of environment processes. All calls of an episode run in one process, or in the process that replaces it
-    if it ends."""
+    """Number of environment processes. All calls of an episode run in the same process. If this process ends, they
+    continue in its replacement."""
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of calls that run at once in all processes together; further calls wait in a queue."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -21,8 +21,8 @@ class EnvironmentSettings(Settings):
     retries: int = Field(default=2, ge=0)
     """Maximum number of times that a call is repeated because its process ended or stopped responding."""
     max_failed_share: float = Field(default=0.5, gt=0, le=1)
-    """Maximum share of 100 consecutive attempted episodes that may fail because of their environment. If more fail, the
-    run ends; 1 disables the check."""
+    """The run ends if a larger share than this of 100 consecutive attempted episodes fails because of the environment;
+    1 disables the check."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one process may allocate; 0 sets no limit."""
     max_observation_chars: int = Field(default=16_384, ge=1)

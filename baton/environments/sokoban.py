@@ -16,11 +16,13 @@ from baton.environments.grid import MOVES, Cell, Form, canonical_grid, random_mo
 from baton.errors import UserError
 
 MASKS = ("000111000", "010010010", "000110010", "000110110", "000011010")
-"""Masks of 3 × 3 cells, row by row, around a position of the random walk. Cells with 1 become floor."""
+"""Patterns of 3 × 3 cells, row by row. A pattern is placed around each position of the random walk, and its cells with
+1 become floor."""
 TURN_PROBABILITY = 0.35
 MAX_STATES = 300_000
 SYMBOLS = {"grid": "#_O√XPS", "ascii": "#-.*$@+"}
-"""Name of a symbol set → its symbols for: wall, floor, target, box on a target, box, player, player on a target."""
+"""Symbol sets by name. The seven symbols of a set stand for wall, floor, target, box on a target, box, player, and
+player on a target, in this order."""
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD, FORMAT_REWARD = -0.1, 1.0, 10.0, -0.1
 INSTRUCTIONS = """You are solving the Sokoban puzzle. Push all boxes onto the targets. You can push a box but not pull \
 it, and only one box at a time; a box cannot be pushed into a wall or another box.
@@ -114,9 +116,9 @@ def _pulled(
     floor: frozenset[Cell], targets: tuple[Cell, ...], player: Cell, search_depth: int
 ) -> tuple[Cell, tuple[Cell, ...], int] | None:
     """Return (player, boxes, distance) of the best state that a depth-first search over reversed moves reaches. The
-    score of a state is a product: the sum of the distances between boxes and their targets, times the number of pulls
-    that moved a different box than the previous pull. States with a covered target score 0. Returns None if all states
-    score 0."""
+    score of a state is the product of two numbers: the sum of the distances between boxes and their targets, and the
+    number of times that a box was pulled after another box. The first pull counts too. States with a covered target
+    score 0. Returns None if all states score 0."""
     best, best_score = None, 0
     explored: set[tuple[Cell, frozenset[Cell]]] = set()
     stack = [(player, targets, 0, -1, search_depth)]

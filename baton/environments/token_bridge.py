@@ -27,17 +27,19 @@ from baton.policy.tokenizer import Tokenizer
 from baton.types import Message
 
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
-"""Texts that no template contains. In a rendered conversation, these texts mark positions."""
+"""Texts that no template contains. A test conversation has these texts as messages, and their positions in the rendered
+conversation show what the template writes between messages."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
-"""Test observation, whose text no template contains. A template that changes this text, for example by converting it to
-JSON or HTML, is refused."""
+"""Text of the observation in the test conversation. No template contains this text. A template that changes this text,
+for example by converting it to JSON or HTML, is refused."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 """Special tokens that are part of the text of a turn."""
 _TOOL = "quokka7tool"
 _THOUGHT_TAGS = re.compile(rf"(\s|{_OPEN_THOUGHT}|{_CLOSE_THOUGHT})*")
 _BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
-"""Unicode noncharacters that `prompt` puts around special tokens in messages, to encode the tokens as plain text."""
+"""Two Unicode noncharacters. If a message contains the text of a special token, `prompt` puts them around this text, so
+that it is encoded as plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class TokenBridge:
         return self._roles[role].removes_thoughts and any(_CLOSE_THOUGHT in turn for turn in turns)
 
     def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
-        """Return the ids to append after a turn: the ids of the turn's end that `turn_ids` lacks, of the observation,
-        and of the start of the next turn."""
+        """Return the ids to append after a turn, in this order: the ids that end a turn, without those that `turn_ids`
+        already contains; the ids of the observation; the ids that start the next turn."""
         around = self._roles[observation.role]
         header = around.header[self._overlap(turn_ids, around.header) :]
         return (*header, *self._plain_ids(around.strip(_clean(observation.content))), *around.footer)
@@ -128,7 +130,8 @@ class TokenBridge:
         return tuple(ids)
 
     def _overlap(self, turn_ids: Sequence[int], header: Sequence[int]) -> int:
-        """Return the number of ids at the start of `header` with which `turn_ids` ends; only added tokens count."""
+        """Return how many ids of `header` the turn already contains. This is the length of the longest start of
+        `header` that consists of added tokens and is the end of `turn_ids`."""
         num = next((n for n, token_id in enumerate(header) if token_id not in self._added), len(header))
         return next((n for n in range(num, 0, -1) if tuple(turn_ids[-n:]) == tuple(header[:n])), 0)
 

@@ -15,7 +15,8 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     """The GPUs of each stage and replica, by name."""
 
     stages: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
-    """(pool, tensor-parallel groups) of each stage, in the order of the training pipeline."""
+    """For each stage, in the order of the training pipeline: its pool, and the GPU names of each of its tensor-parallel
+    groups."""
     replicas: tuple[tuple[int, tuple[str, ...]], ...]
     """For each replica: index of its shape in `AssignmentProblem.columns`, and its GPUs in the order of its stages."""
     idle: tuple[tuple[int, str], ...]
@@ -29,7 +30,7 @@ class _Request(msgspec.Struct, frozen=True):
     count: int
     is_training: bool
     index: int
-    """Index of the stage within its pool, or of the replica's shape in `AssignmentProblem.columns`."""
+    """For a stage, its index within its pool. For a replica, the index of its shape in `AssignmentProblem.columns`."""
 
 
 def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
@@ -45,7 +46,8 @@ def seat(
     counts: Sequence[int],
     prefer: dict[str, str] | None = None,
 ) -> GpuAssignment:
-    """Assign GPUs to every replica and, unless `row` is None, to every group of the training shape in this table row.
+    """Assign GPUs to every replica and to every group of the training shape. `row`: the training shape's row in the
+    table; if it is None, GPUs are assigned only to replicas.
 
     Large groups are placed first, so that all groups fit. Each stage is placed on as few nodes as possible, and
     replicas on nodes with few free GPUs. `prefer`: current role (`train` or `rollout`) of GPUs, which is kept if
@@ -95,8 +97,8 @@ def _choose(
     used: Container[int],
     wanted: int,
 ) -> int:
-    """Return the index of the node for the next group of a request. `used`: nodes of the request's other groups.
-    `wanted`: number of GPUs that the request still needs."""
+    """Choose a node for the next group of a request, and return the index of the node. `used`: nodes of the request's
+    other groups. `wanted`: number of GPUs that the request still needs."""
     role = "train" if request.is_training else "rollout"
 
     def rank(node: int) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
-"""How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides which GPU
-types train.
+"""Estimates how certain a plan is: its throughput for the best and the worst values of the calibration's parameters,
+and the parameter whose change would first make other GPU types train.
 
 In the cost model, a lower efficiency or a higher overhead makes times longer or leaves them equal. The throughput of
-every plan is therefore lowest under the calibration in which each parameter has the worst value of its range. Under
-this worst-case calibration, the best plan is the plan with the highest worst-case throughput.
+every plan is therefore lowest under the calibration in which each parameter has the worst value of its range. To find
+the plan with the highest worst-case throughput, it is therefore sufficient to plan with this calibration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ WORST: Pick = attrgetter("worst")
 VALUE: Pick = attrgetter("value")
 BEST: Pick = attrgetter("best")
 HALVINGS = 5
-"""Number of bisection steps to find the value at which other GPU types train. Each step makes a plan."""
+"""Number of bisection steps that search for the value of a parameter at which other GPU types begin to train. Each step
+makes a plan."""
 
 
 class TrainerChange(msgspec.Struct, frozen=True):
@@ -60,10 +61,11 @@ class Certainty(msgspec.Struct, frozen=True):
     calibrated values, the best values of all ranges."""
     trains: tuple[str, ...]
     change: TrainerChange | None
-    """The parameter that needs the smallest change (as a factor) until other GPU types train. None if no single
+    """The parameter whose value must be changed by the smallest factor until other GPU types train. None if no single
     parameter, within its range, changes the GPU types that train."""
     tried: int
-    """Number of parameters that were set to the ends of their ranges. The time limit can end the search early."""
+    """Number of parameters that the search has tried. It is less than `num_parameters` if the time limit ended the
+    search."""
     num_parameters: int
 
 
@@ -76,7 +78,8 @@ def certainty(
     time_limit_s: float,
     clock: Clock = time.monotonic,
 ) -> Certainty:
-    """Return how certain a plan is. `is_robust`: whether `inputs` uses the worst ends of the ranges."""
+    """Return how certain a plan is. `is_robust`: whether the efficiencies in `inputs` are the worst values of the
+    ranges."""
     end_s = clock() + time_limit_s
     unchanged_s = step_s(inputs, plan, inputs.efficiencies)
     worst, value, best = (
@@ -146,8 +149,8 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 def _nearest(
     inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter that needs the smallest change (as a factor) until other GPU types train in the best plan.
-    Also return the number of parameters that were tried."""
+    """Return the parameter whose value must be changed by the smallest factor until other GPU types train in the best
+    plan. Also return the number of parameters that were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None
@@ -158,7 +161,7 @@ def _nearest(
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
         return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
 
-    # the user's plan may train on other GPU types: `replan` moves few GPUs, or the user's search ran longer
+    # the given plan may train on other GPU types than this search finds, because a longer search or `replan` made it
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if is_late():

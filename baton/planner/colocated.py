@@ -63,7 +63,8 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
 
 def _with_sleepers(inputs: Inputs) -> Cluster:
     """Return the cluster after subtracting, from each GPU's memory, the bytes that a sleeping vLLM is assumed to keep.
-    A sleeping trainer keeps fewer bytes (only its CUDA context), so engines also fit beside the trainer."""
+    A sleeping trainer keeps fewer bytes than a sleeping vLLM (only its CUDA context), so engines also fit beside a
+    sleeping trainer."""
     nodes = []
     for node in inputs.cluster.nodes:
         kept = 0.0 if node.gpu.name == "CPU" else SLEEPING_VLLM_BYTES

@@ -1,4 +1,5 @@
-"""Alternatives to a plan: one GPU type at the same price, fixed splits, colocation, the published method."""
+"""Plans alternatives to a plan: only one GPU type at the same price, fixed splits of the GPUs between trainer and
+rollout, colocation of both, and the division by the published method."""
 
 from __future__ import annotations
 

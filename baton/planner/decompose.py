@@ -46,7 +46,8 @@ MOST_CANDIDATES = 40_000
 MOST_SPLITS = 4000
 """Maximum number of splits of the layers per set of pools. If there are more splits, similar splits are merged."""
 SPARE = (0, 1, 2)
-"""Each candidate that the bound does not exclude is solved with these numbers of additional groups per pool."""
+"""A candidate that the bound does not exclude is solved several times: with the minimum number of groups per pool plus
+each of these numbers."""
 PASSES = 4
 """Number of passes that compute how many tensor-parallel groups each pool requires. One pass is not enough, because the
 number of groups of a pool depends on those of the other pools. Fewer passes give a valid but weaker bound."""
@@ -66,7 +67,7 @@ class _Family(msgspec.Struct, frozen=True):
     most: list[Ints]
     """Maximum number of tensor-parallel groups per stage of each pool."""
     one: list[StageTerms]
-    """`StageTerms` of one stage of each pool with dp = 1."""
+    """For each pool, the `StageTerms` of a stage with one tensor-parallel group (dp = 1)."""
     head_layers: Floats
     """Number of layers that take as long as the output head."""
 
@@ -175,11 +176,12 @@ def _splits(num_layers: int, parts: int) -> Ints:
 def _passing(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
-    """Return the rows (candidates) whose step may take at most `step_s`, and the groups (dp) that each pool then needs.
+    """Return the candidates whose step may take at most `step_s`: their rows, and for each pool the number of groups
+    (dp) that such a step requires.
 
-    The first pass uses the shortest publication time of each row. The remaining rows are then tested once per pool,
-    with the publication time to this pool. In this test, engines run only on the pools that weights reach within this
-    publication time.
+    The first pass uses the shortest publication time of each row. The remaining rows are then tested once for each
+    pool. The test for a pool uses the publication time to this pool, and assumes that only pools with at most this
+    publication time generate.
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)

@@ -38,8 +38,8 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """Candidates: training shapes, each with a maximum publication time. Engines run only on the pools that weights
-    reach within this time."""
+    """The candidates of the search. A candidate is a training shape with a maximum publication time: only pools to
+    which publication takes at most this time may generate."""
 
     rows: Ints
     sync_s: Floats
@@ -56,8 +56,9 @@ def solve_exact(
     """Return (division, bound). division: the fastest found, or None if none is faster than `ceiling_s`. bound: a lower
     bound on the step time of all divisions, at most `ceiling_s`.
 
-    `time_limit_s`: after this time, the search stops as soon as it has found a division, or at once if `ceiling_s` is
-    finite. `bound`: the `RolloutBound` of this problem, or of a problem that differs only in its training shapes.
+    `time_limit_s`: the search stops after this time. If it has not found a division by then and `ceiling_s` is
+    infinite, it continues until it finds one. `bound`: the `RolloutBound` of this problem, or of a problem that differs
+    only in its training shapes.
     """
     left_s = time_left(time_limit_s)
     bound = bound or RolloutBound(problem)

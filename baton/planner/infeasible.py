@@ -49,7 +49,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools, *, may_mix: bool = False) -> NoReturn:
     """Raise the UserError for a model that does not fit into the memory of any pool with any training shape. `may_mix`:
-    whether mixed stages were not tried and may fit."""
+    True if mixed stages were not tried, so that one of them may still fit."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     also = ". --mixed-stages also tries stages on two GPU types" if may_mix else ""
     raise UserError(

@@ -120,7 +120,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
-    # this problem divides layers in proportion to rates, but Baton's trainer needs equally many ranks on every stage
+    # here, a pipeline's layers are divided in proportion to rates, which only the idealised trainer supports
     crosses = inputs.cross_types and work.trainer == "idealised"
     table = _rate_table(pools, train, work.trained_tokens, crosses)
     cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s

@@ -79,9 +79,9 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
 
 @cache
 def _say_nothing() -> None:
-    """Create the first solver of this process while standard output is discarded. When its first solver is created,
-    HiGHS 1.16 prints its version. No option suppresses this line, which would make the output of `baton plan --json`
-    invalid JSON."""
+    """Create the first solver of this process while standard output is discarded. HiGHS 1.16 prints its version when a
+    process creates its first solver. This line would make the output of `baton plan --json` invalid JSON, and no option
+    suppresses it."""
     import highspy
 
     make: Any = highspy.Highs

@@ -24,19 +24,19 @@ from baton.planner.problem import Floats, Ints
 from baton.specs.cluster import Cluster
 
 Part = tuple[int, tuple[str, ...]]
-"""(pool, GPU names) of a stage, of one pool's part of a mixed stage, or of a replica. The GPUs of a stage are in the
-order of its ranks."""
+"""Pool and GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a replica.
+The GPUs of a stage are in the order of its ranks."""
 
 POWER = 16
-"""The exchange of machines minimises the sum of (1 / bandwidth) ** POWER over links. A high power makes the slowest
-link dominate."""
+"""Exponent in the cost of a link (`_slowness`). Machines are exchanged to reduce the sum of the costs; with a high
+exponent, the slowest link dominates this sum."""
 EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
-"""Pairs (factor of the cost of links in a ring, factor of the cost of links between stages). The search tries every
-pair, because it does not know which kind of link limits the step."""
+"""Pairs of factors for the costs of links: the first factor is for links in a ring, the second for links between
+stages. The search runs with every pair, because it is not known which kind of link limits the step."""
 SLOWEST = 8
 """Number of machines that each step of the search considers for an exchange: those with the slowest links."""
 MOST_SWAPS = 20_000
-"""Maximum number of exchanges of two machines to evaluate for each pair of `EMPHASES`."""
+"""The search with one pair of `EMPHASES` stops after it has evaluated this number of exchanges of two machines."""
 
 
 class _UsedLinks(msgspec.Struct, frozen=True):
@@ -154,9 +154,10 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *,
 def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
     """Return, for each machine of the assignment, the machine that replaces it.
 
-    Each step considers the `SLOWEST` machines in descending order of the cost of their links, and exchanges the first
-    one for which another machine of the same pool and size reduces the cost. Of these other machines, the step chooses
-    the one that reduces the cost most. The search ends when no such exchange reduces the cost.
+    Each step tries to exchange one of the `SLOWEST` machines, beginning with the machine whose links cost most. It
+    computes the total cost after an exchange with each other machine of the same pool and size. If the best of these
+    exchanges reduces the total cost, the step makes it; otherwise the step continues with the next machine. The search
+    ends when no exchange reduces the total cost.
     """
     slowness: NDArray[np.float64] = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])
@@ -198,8 +199,8 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
 
 
 def _slowness(cluster: Cluster, pools: Pools) -> Floats:
-    """Return, for each pair of machines, (bandwidth of the fastest link between their pools / bandwidth of the link
-    between the two machines) ** POWER, [machines, machines]."""
+    """Return the cost of the link between each pair of machines, [machines, machines]. It is the ratio of the bandwidth
+    of the fastest link between their pools to the bandwidth of this link, raised to the power `POWER`."""
     rates = _rates(cluster)
     fastest = np.ones_like(rates)
     for mine in pools.pools:

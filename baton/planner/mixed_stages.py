@@ -1,11 +1,11 @@
 """Searches mixed stages: one stage with ranks on two GPU types, which train trajectories in proportion to their speeds.
 
-Two numbers define a mixed stage: the numbers of its GPUs of the two types. There are too many pairs of such numbers to
-compute the step time of each pair. The search for mixed stages therefore runs after the search over other shapes, whose
-best step time is then known. The step time is computed only for pairs that pass two tests. In the first test, the
-stage's GPUs must be able to train a batch within the best step time if communication takes no time. In the second test,
-the other GPUs must be able to generate a batch within the best step time if replicas can be fractional. Every pair with
-a step time below the best one passes both tests, so the bound stays valid.
+A mixed stage is defined by a pair of numbers: how many GPUs of the first type and how many of the second type it has.
+There are too many pairs to compute the step time of each. The search for mixed stages therefore runs after the search
+over other shapes, whose best step time is then known. The step time is computed only for pairs that pass two tests. The
+first test checks whether the stage's GPUs can train a batch within the best step time; it neglects communication. The
+second test checks whether the other GPUs can generate a batch within the best step time; it allows fractions of
+replicas. Every pair with a step time below the best one passes these optimistic tests, so the bound stays valid.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def describe_seated(
     """Return the plan of a solution with given GPUs for trainer and replicas."""
     training = describe_training(inputs, problem, solution.row, training_seats)
     step = problem.step
-    # the solver may return more time than these replicas need
+    # the rollout time in the solution may be longer than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
     total = step.step_s(solution.sync_s, rollout_s, training.time_s)
     breakdown = Breakdown(
@@ -276,7 +276,8 @@ def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown
 
 
 def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
-    """Estimate the number of versions between a trajectory's first token and its training, by Little's law.
+    """Estimate how many versions the trainer publishes from the sampling of a trajectory's first token until the
+    trajectory is trained (Little's law).
 
     If training is slower than rollout, the staleness bound limits the rollout and the estimate is `max_staleness`.
     Otherwise the estimate is the number of running trajectories divided by the number of trajectories in a batch, plus

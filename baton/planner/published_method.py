@@ -2,9 +2,10 @@
 
 The method serves as a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on
 the paper's 56 GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open, which this
-module decides. First, the training side's share of FLOP/s must be close to γ: the difference may be at most half of the
-largest gap between neighbours in the sorted shares of all divisions. Second, training and rollout have at least one GPU
-each. Third, the search returns the best plan that it found.
+module decides. First, how close to γ the training side's share of FLOP/s must be. This module sorts the shares of all
+divisions; the difference from γ may be at most half of the largest gap between two neighbours. Second, whether a side
+may have no GPU: training and rollout have at least one GPU each. Third, what the search returns: the best plan that it
+found.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """The search stops after this number of iterations without improvement (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions. If single GPUs give more divisions, only whole nodes or groups of nodes are assigned to
-training or rollout."""
+"""Maximum number of divisions. If there are more divisions of single GPUs, the method considers only divisions of whole
+nodes or of groups of nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:

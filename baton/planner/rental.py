@@ -28,7 +28,8 @@ from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
 BOUND_STEPS = 24
-"""Number of bisection steps for the bound of each combination; enough to rank the combinations."""
+"""Number of bisection steps that compute the bound of a combination. This precision suffices, because the bounds only
+rank the combinations."""
 BOUND_WEIGHTS = 41
 """Number of weights w that `_reaches` tries; fewer than in `division_bound_s`, for speed."""
 
@@ -180,8 +181,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return the machine counts within a budget, [choices, offers]. With `only_full`, choices that leave enough of the
-    budget for one more machine are omitted."""
+    """Return the machine counts within a budget, [choices, offers]. With `only_full`, a choice is omitted if one more
+    machine is available and the rest of the budget pays for it."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(
@@ -219,7 +220,8 @@ def _pool_counts(market: _Market, choices: Ints) -> Floats:
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return which choices may have a step of at most `step_s`: the test of `division_bound_s` for many choices."""
+    """Return, for each choice, whether its step may take at most `step_s`. The function computes the test of
+    `division_bound_s` for many choices at once."""
     problem, counts = market.problem, _pool_counts(market, choices)
     bound, step = RolloutBound(problem), problem.step
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s
@@ -252,7 +254,8 @@ def _bounds_s(market: _Market, choices: Ints) -> Floats:
 
 
 def _planned(market: _Market, counts: Sequence[int]) -> tuple[tuple[int, ...], Plan, Inputs, Inputs] | None:
-    """Return the first fields of a `RentalChoice`; None if there is no plan."""
+    """Plan a cluster with these numbers of machines. Return the first fields of its `RentalChoice`, or None if there is
+    no plan."""
     asked = market.inputs_of(counts)
     try:
         plan, rest = plan_with_reward(asked, time_limit_s=10.0)

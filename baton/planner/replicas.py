@@ -48,8 +48,8 @@ class RolloutProgram:
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """Return, for each pool and level (group size), the number of GPUs that remain usable when training uses
-        `gpus[k]` GPUs of pool k in groups of `tp[k]`."""
+        """Return how many GPUs are left if training uses `gpus[k]` GPUs of pool k in groups of `tp[k]`. The result has
+        one number for each pool and each level: the number of GPUs that are usable in groups of this size."""
         return tuple(
             self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
             for pool, level in self._rows
@@ -84,7 +84,7 @@ class RolloutProgram:
         usable = self._usable(left, allowed)
         if not usable.any():
             return None
-        # start just above the shortest pause: below it, no replica generates
+        # no replica generates tokens within its pause, so the search starts just above the shortest pause
         time_s = max(least_s, float(self._pause[usable].min()) * (1 + 1e-6) + 1e-9)
         answer = self.reaches(left, allowed, time_s)
         if time_s == least_s and answer.value >= tokens * (1 - CLOSE):

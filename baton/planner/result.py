@@ -21,7 +21,8 @@ class PlanResult(msgspec.Struct, frozen=True):
 
     plan: Plan
     inputs: Inputs
-    """Inputs of the plan, without the GPUs of its reward stage; for rented machines, with the chosen cluster."""
+    """Inputs of the plan, without the GPUs of its reward stage. If machines are rented, the cluster in these inputs is
+    the chosen one."""
     alternatives: Sequence[Alternative] = ()
     marginals: Sequence[Marginal] = ()
     spots: Sequence[PricePoint] = ()

@@ -131,9 +131,9 @@ def stage_choices(
     inputs: Inputs, running: RewardStage | None, *, time_limit_s: float
 ) -> list[tuple[RewardStage | None, Inputs]]:
     """Return the reward stages that a new plan may have, each with the planner's inputs for the other roles. There are
-    at most two such stages: the stage `running` with its remaining GPUs, and the stage of a plan from scratch. The
-    workload of a run directory has no reward model; the stage `running` then keeps its scoring time. Raises UserError
-    if no stage is possible."""
+    at most two such stages: the stage `running` with its remaining GPUs, and the stage of a plan from scratch. If the
+    workload comes from a run directory, it has no reward model, and the stage `running` keeps its scoring time. Raises
+    UserError if no stage is possible."""
     model, refusals = inputs.work.reward_model, list[UserError]()
     found = dict[tuple[str, ...], tuple[RewardStage | None, Inputs]]()
     if running is not None:

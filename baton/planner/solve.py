@@ -25,8 +25,8 @@ from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
 
 MOST_GPUS_IN_PARTS = 128
-"""Maximum number of GPUs of a cluster in which plans with a single machine of a GPU type are tried. In larger clusters,
-such a plan would leave most GPUs of that type idle."""
+"""If a cluster has at most this number of GPUs, the planner also tries plans that use only one machine of a GPU type.
+In larger clusters, such plans would leave most GPUs of that type idle."""
 LEFT_OUT = "over the links of its machine, exchanging weights or gradients would take more time than the GPU would save"
 
 
@@ -43,7 +43,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     best: Plan | None = None
     least_s, refusal = float("inf"), None
     for part in _parts(inputs.cluster):
-        # smaller parts are planned even after the time limit, because the plan of the whole cluster may be slower
+        # all parts are planned, even after the time limit, because the plan of the whole cluster may not be the fastest
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
             plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s)
@@ -130,8 +130,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution of `method`, with the bound of `exact`, and the problem whose table contains the solution's
-    row."""
+    """Return a problem and its solution by `method`. The solution's row is a row of this problem's table, and its bound
+    is the bound that `exact` finds."""
     bound = RolloutBound(problem)
     richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
     if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:

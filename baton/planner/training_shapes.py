@@ -49,7 +49,7 @@ MAX_SHAPES = 400_000
 MAX_MIXED = 400_000
 """Maximum number of mixed stages whose times are computed. If there are more, an evenly spaced subset is taken."""
 SATURATED_SHAPES = 3
-"""When not all shapes are evaluated: number of shapes to try on each pool that trains with all its GPUs."""
+"""If there are too many shapes to evaluate all: number of shapes to try for a pool whose GPUs all train."""
 
 
 Rows = tuple[Ints, Ints, Ints, Floats, Floats, Ints, NDArray[np.bool_]]
@@ -92,7 +92,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
     """Whether gradients are reduced after each microbatch and kept sharded, because whole gradients do not fit into
     memory."""
     shard_size: Ints
-    """Number of ranks that share a copy of a stage, if several copies are faster; 0 if all ranks share one copy."""
+    """If several copies of a stage are faster than one, the number of ranks that share a copy. Otherwise 0: all ranks
+    share one copy."""
 
     @property
     def time_s(self) -> Floats:
@@ -375,9 +376,9 @@ def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Implement `balanced` for the sharding that `work` specifies. The search starts at the pace (time of the slowest
-    stage) that fractional layers would allow, and raises the pace to the next possible value until all layers are
-    placed."""
+    """Implement `balanced` for the sharding that `work` specifies. The pace is the time of the slowest stage. The
+    search starts at the pace that would be possible with fractional layers, and raises it to the next possible value
+    until all layers are placed."""
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
     count = microbatches(work, widest)

@@ -17,7 +17,7 @@ NOTHING = 1e-6
 MOST_CLUSTERS = 60
 """Approximate maximum number of clusters on the price curve."""
 CURVE_LIMIT_S = 20.0
-"""Seconds after which no further cluster is planned for the price curve."""
+"""After this number of seconds, no further cluster is planned for the price curve."""
 
 
 class Marginal(msgspec.Struct, frozen=True):

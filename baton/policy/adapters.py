@@ -211,14 +211,15 @@ def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
 
 
 class BaseWeights:
-    """Copies of the engine's weights that an adapter changes, made before the adapter is merged. The copies are needed
-    when another adapter replaces this adapter."""
+    """Original values of the engine's weights that a merged adapter has changed. They are copied before the merge, and
+    are needed to remove the adapter when another adapter replaces it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies. Called after a whole model was loaded; this model is the base of the next adapter."""
+        """Drop the copies. Call this after a whole model was loaded, because this model becomes the base of the next
+        adapter."""
         self._kept.clear()
 
     @torch.inference_mode()

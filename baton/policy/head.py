@@ -40,8 +40,8 @@ PRODUCT_ROWS = 8192
 before it is added to the float32 gradient, so smaller blocks need less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Configuration key of a model's logit scale (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied by the scale, −1
-if they are divided by it."""
+"""Configuration keys of a model's logit scale (Cohere, Falcon-H1, Granite). The value of a key is 1 if logits are
+multiplied by the scale, and −1 if they are divided by it."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Configuration keys of a model's logit cap c: logits become c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
@@ -295,7 +295,7 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _product(head: Head) -> Callable[..., torch.Tensor]:
-    """Return the function (hidden states, weight, bias) → the head's matrix product."""
+    """Return the function that computes the head's matrix product from hidden states, weight and bias."""
     is_float32 = getattr(vars(head.linear).get("forward"), "func", None) is _float32_linear  # set by `use_float32_head`
     return _float32_products if is_float32 else linear
 

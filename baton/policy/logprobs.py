@@ -94,9 +94,9 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:
-    """Return whether packed rows get the same scores as the same rows in separate passes. `shares`: number of
-    consecutive rows that share each prompt. If `has_head` is False (a pipeline stage without the head), hidden states
-    are compared instead of scores."""
+    """Return whether packed rows get the same scores as the same rows in separate passes. `shares`: for each prompt,
+    the number of consecutive rows that share it. If `has_head` is False (a pipeline stage without the head), hidden
+    states are compared instead of scores."""
     if has_head and find_head(model) is None:
         return False
     vocabulary: int = model.config.get_text_config().vocab_size

@@ -56,8 +56,8 @@ class RoutingReplay:
         self, model: PreTrainedModel, run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model)
     ) -> None:
         """Wrap the model's routers. Raises UserError if the model has no router, or a router that does not choose the
-        experts with the highest scores. `run` calls a function with the model, and gathers the model's parameters for
-        this call (`SingleRank.run`)."""
+        experts with the highest scores. `run`: function that calls a given function with the model while the model's
+        parameters are gathered (`SingleRank.run`)."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         self._routers = routers_of(model)

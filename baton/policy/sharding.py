@@ -158,7 +158,8 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
-"""Function (name, this rank's shard) → the whole tensor, on the ranks that need it."""
+"""Function that gathers a sharded tensor, given its name and this rank's shard. It returns the whole tensor on the
+ranks that need it."""
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], gather: Gather, *, is_kept: bool) -> dict[str, torch.Tensor]:

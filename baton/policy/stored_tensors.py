@@ -53,7 +53,8 @@ SAFETENSORS_NAMES = {
 """dtype → its name in safetensors files."""
 _DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in SAFETENSORS_NAMES.items()}
 _OFFSETS = "DCP_SHARDING_INFO"
-"""Metadata key of a file for the offset of each shard in its tensor, in the format of torch.distributed.checkpoint."""
+"""Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
+torch.distributed.checkpoint."""
 
 Spec = tuple[torch.dtype, Sequence[int]]
 """Dtype and shape of a tensor."""
@@ -70,7 +71,8 @@ class StoredPiece:
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the whole tensor that the piece also has. In every other dimension, the piece covers one index."""
+    """Dimensions of the whole tensor that are also dimensions of the piece. The piece covers a single index of every
+    other dimension, and its file does not store these dimensions."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -64,8 +64,8 @@ def check_fit(
 ) -> None:
     """Raise EngineFault if `tensors` lack a parameter of the model, or have an unknown name or a different shape.
 
-    `own`: the model's `state_dict(keep_vars=True)`. A tied parameter may occur under any of its names. `which`: start
-    of the error message, which continues with "not fit the" and the model's class.
+    `own`: the model's `state_dict(keep_vars=True)`. A tied parameter may occur under any of its names. `which`: first
+    words of the error message, such as "new weights do"; the words "not fit the" and the model's class follow.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}

@@ -69,8 +69,8 @@ def model_directory(path: str) -> Path:
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Check that `path` is a directory with the file `holding`, or the name of a model on the Hugging Face hub.
-    Download a model that the hub cache lacks.
+    """Check that `path` is a directory that contains the file `holding`, or the name of a model on the Hugging Face
+    hub. Download a model that the hub cache lacks.
 
     Raises UserError if there is no such model, and Damaged if a checkpoint's files do not match its manifest.
     """

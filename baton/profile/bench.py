@@ -11,11 +11,11 @@ outside the engine takes no time. The engine alone and the modes run alternately
 the machine's speed affects all of them.
 
 The bound of decode steps is stricter: it omits the time in which the engine admits and reports responses. This bound is
-the sum of the time of one prefill per prompt and a decode time for each token. The decode time of a token at a position
-is the time of a full decode step (all slots in use) whose rows have this mean position, divided by the number of slots.
-Full decode steps are measured at three mean positions, and a line is fitted to their times. The mean time of a mode's
-own full steps would not be a bound: while all slots of `sync` are in use, its responses are still short, so attention
-is cheap.
+the sum of the time of one prefill per prompt and a decode time for each token. The decode time of a token depends on
+its position. It is the time of a full decode step (all slots in use) whose rows have this position on average, divided
+by the number of slots. Full decode steps are measured at three mean positions, and a line is fitted to their times. The
+mean time of a mode's own full steps cannot be used instead of this line. In `sync`, for example, all slots are in use
+only while responses are still short, so attention is cheap in these steps.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     over_control: float | None
     """Tokens per second divided by the tokens per second of `sync_2x`; None if `sync_2x` was not measured."""
     occupancy: float
-    """Share of the computed decode rows that belonged to a trajectory."""
+    """Of all rows that decode steps computed, the fraction that belonged to a trajectory."""
     of_bound: float
     """Time that the engine alone needs, divided by the measured time."""
     of_step_bound: float
@@ -133,11 +133,12 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
     reprefilled_frac: float
-    """Number of tokens that were prefilled again (aborted responses with their prompts), divided by the number of
-    generated tokens. One prefill of each delivered group's prompt does not count."""
+    """Ratio of the number of tokens that were prefilled again to the number of generated tokens. When an aborted
+    response is resumed, its prompt and its tokens are prefilled again. The first prefill of each delivered group's
+    prompt does not count."""
     shares: dict[str, float]
-    """Shares of the time: decode, prefill (additional time of steps with a prefill), loads, and controller (the
-    rest)."""
+    """Division of the measured time into four parts, as shares: `decode`; `prefill`, the additional time of steps with
+    a prefill; `loads`; and `controller`, the rest."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
@@ -163,7 +164,8 @@ class BenchResult(msgspec.Struct, frozen=True):
     """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """Upper bound on the tokens per second of any mode, divided by those of `sync`."""
+    """Ratio of the highest possible tokens per second of any mode (an upper bound) to the tokens per second of
+    `sync`."""
     modes: tuple[ModeResult, ...]
 
 
@@ -381,7 +383,7 @@ def measure(
 
     alone: the engine that measures the bound; it runs before each round of batches. full_steps: measures full decode
     steps for the bound of decode steps, and returns (mean position, seconds) of each. Without `alone` and `full_steps`,
-    both bounds use the mean time of the modes' full steps for every position.
+    both bounds assume that a full step at any position takes the mean time of the modes' full steps.
     """
     points: list[tuple[int, float]] = []
     gc.collect()
@@ -419,8 +421,8 @@ def measure(
         return decode_s(side.work) + side.prompt_tokens * prefill_s
 
     def bound_s(side: ModeBench) -> float:
-        """Return the time of the engine alone for the tokens of a mode. The result is corrected for the difference
-        between the mean positions of these tokens and of the tokens in the measurement."""
+        """Return the time that the engine alone would need for the tokens of a mode. It is computed from the measured
+        time of other tokens, with corrections for their different number and mean position."""
         if alone is None:
             return step_bound_s(side)
         scale = side.work.tokens / alone.work.tokens

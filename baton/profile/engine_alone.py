@@ -20,7 +20,8 @@ the processor's caches still contain other data."""
 
 @dataclass(frozen=True)
 class Work:
-    """A number of generated tokens, and the number of positions that these tokens attend to, summed over tokens."""
+    """An amount of decoding: the number of generated tokens, and the sum over these tokens of the number of positions
+    that a token attends to."""
 
     tokens: int = 0
     positions: int = 0

@@ -53,7 +53,8 @@ from baton.types import (
 LONGEST_ROLLOUT = 256
 """Maximum response length in tokens, which limits the duration of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
-"""Kinds of train steps to measure: (factor of generated lengths, share of groups with nonzero advantages)."""
+"""Kinds of train steps to measure. Each kind has two numbers: the factor by which generated lengths are multiplied, and
+the share of groups with nonzero advantages."""
 MEASURE_S = 60.0
 """Seconds after which no further round over `TRAIN_KINDS` begins."""
 

@@ -116,8 +116,8 @@ def _terms(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def measured_directly(recipe: Recipe, rows: Sequence[Row], memory: MemoryByTokens) -> dict[str, float]:
-    """Return the efficiencies that a run measures directly. `memory` is the predicted memory of the trainer;
-    empty on a GPU."""
+    """Return the efficiencies that follow from the metrics of a run without a fit. `memory` is the predicted memory of
+    the trainer; empty on a GPU."""
     terms, steady, is_async = _terms(rows), steady_rows(rows), recipe.rollout.mode == "async"
     rest_s = terms["step"] - terms["training"] - _mean(steady, "time/weight_sync")
     if is_async:
@@ -154,15 +154,15 @@ def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[f
             beside.append((expected_s, row["time/train"], min(row["time/train"], row["time/generate_hidden"])))
     slower = alone_s / predicted_s if predicted_s else 1.0
     overlap_s = sum(hidden_s for _, _, hidden_s in beside)
-    # work done during the overlap, as the seconds that the trainer alone would need for it
+    # for the work that was done during the overlap, the time that the trainer alone would have needed
     done_s = sum(slower * expected_s - train_s + hidden_s for expected_s, train_s, hidden_s in beside)
     return slower, overlap_s / max(done_s, overlap_s / MOST_SLOWDOWN) if overlap_s else 1.0
 
 
 def _slot_rate(steps: Sequence[tuple[float, float]]) -> float:
-    """Return the number of tokens that an occupied slot generates per second; 0 if no slot was occupied. steps:
-    (generated tokens, seconds of occupied slots) of each train step. The first step does not count, because it includes
-    the start of the engines."""
+    """Return the number of tokens that an occupied slot generates per second; 0 if no slot was occupied. steps: for
+    each train step, the number of generated tokens, and the seconds in which slots were occupied, summed over slots.
+    The first step does not count, because it includes the start of the engines."""
     slot_s = sum(seconds for _, seconds in steps[1:])
     return sum(tokens for tokens, _ in steps[1:]) / slot_s if slot_s else 0.0
 
@@ -189,7 +189,7 @@ def fit_run(
     if recipe.rollout.mode == "async":
         given = setting(known)
         slower, beside = _train_factors(run, rows, given.train)
-        # `given.train_slowdown` is `known.train_beside` times the slowdown from fewer cores
+        # `given.train_slowdown` is `known.train_beside` times the slowdown because the trainer has fewer cores
         update = {"train_beside": known.train_beside * beside / given.train_slowdown}
         known = scaled(known, gpu, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
         steps = [row for row in rows if "perf/step_time" in row]

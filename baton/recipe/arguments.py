@@ -29,7 +29,7 @@ NEEDS_KEYS = ("function", "http", "model")
 def task_section(
     data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Path, played: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the [[task]] section for `data`. The section includes `played`, the keys of the environment.
+    """Return the [[task]] section for `data`. `played`: keys of the environment; they become a part of the section.
 
     Rows are written to a file in `directory`. The file name contains a digest of the rows, so a resumed run reads the
     same rows. Rows without reference answers get `scorer = "none"` if no reward needs a reference. Raises UserError for

@@ -64,10 +64,11 @@ MAY_CHANGE = (
     "trainer.max_mismatch_kl",
     "trainer.max_logprob_diff",
 )
-"""Keys, and whole sections, that a resumed run may change. In `sync`, changes of these keys do not affect the run's
-results unless a call exceeds a changed limit."""
+"""Keys, and whole sections, that a resumed run may change. In `sync`, such a change does not affect the run's results.
+The only exception is a changed limit that a call exceeds."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
-"""Key of a section in `MAY_CHANGE` that a resumed run must not change, because observations depend on this key."""
+"""A resumed run must not change this key, because observations depend on it. It may change the other keys of the
+section, which is in `MAY_CHANGE`."""
 
 
 FROM_NEXT_STEP = (

@@ -180,7 +180,8 @@ class Recipe(Settings):
         return next((task.name for task in self.task if task.environment is not None), None)
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """Return the run's values on each axis of `support.toml` that the recipe determines."""
+        """Return the values of this run on the axes of `support.toml`. The result omits axes that the recipe does not
+        determine."""
         trainer, swarm = self.trainer, self.swarm
         shapes = {
             "tensor_parallel": trainer.tensor_parallel > 1,
@@ -219,8 +220,8 @@ class Recipe(Settings):
 
     @property
     def num_fetchable_versions(self) -> int:
-        """Number of published versions that the hub keeps: all versions that may have sampled tokens of an unfinished
-        trajectory. Verification needs the same versions."""
+        """Number of published versions that the hub keeps. An unfinished trajectory may contain tokens from any of
+        these versions, so verification needs them."""
         return self.rules().max_staleness // self.swarm.publish_every + 2
 
     def checks_reports(self, *, others_join: bool) -> bool:
@@ -232,7 +233,7 @@ class Recipe(Settings):
         return is_on and (inspection.own or others_join) and self.rules().on_new_version != "keep"
 
     def rules(self) -> Rules:
-        """Return the scheduler's rules: those of [rollout], and those that depend on the kind of workers."""
+        """Return the scheduler's rules. Some come from [rollout]; others depend on the kind of workers."""
         rules, swarm, engine = self.rollout.rules(), self.swarm, self.engine
         if not swarm.is_on:
             is_in_process = engine.kind == "embedded" and not engine.processes

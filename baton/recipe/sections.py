@@ -40,7 +40,8 @@ class FleetSettings(Settings):
     ray: bool = False
     """Whether workers are started on a Ray cluster; set by `baton train --ray`, not by the user."""
     replan: bool = True
-    """Compute a new plan when machines join or leave; otherwise the remaining workers continue."""
+    """Whether a new plan is computed when machines join or leave. If false, the remaining workers continue without a
+    new plan."""
     cluster: str | None = None
     """Cluster TOML with the links, prices and GPU types for replanning."""
     workload: str | None = None

@@ -25,8 +25,8 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether pairs of values need tests: each non-default value of this axis together with each non-default value of
-    every other axis that has `crossed`."""
+    """Whether this axis is crossed with all other crossed axes. For two crossed axes, each pair of a non-default value
+    of one and a non-default value of the other needs a test."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,6 +100,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def is_single(entry: SupportEntry, axis: str) -> bool:
-    """Return True if `entry.when` has `axis`, and either no other axis or only default values."""
+    """Return True if `entry` describes values of `axis` alone: `entry.when` has no other axis, or it has only default
+    values."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())

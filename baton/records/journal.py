@@ -37,7 +37,8 @@ CREATE TABLE IF NOT EXISTS entries (
 
 
 class EntryKey(NamedTuple):
-    """Key of an entry. `number` is the id of the entry's group; without a group, it is a step or 0."""
+    """Key of an entry. `number` is the id of the group to which the entry belongs. For an entry that belongs to no
+    group, it is a train step or 0."""
 
     kind: str
     number: int = 0
@@ -106,7 +107,8 @@ _GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_
 _OF_AN_EPISODE = ("episode", "path", "turn")
 """Kinds of entries that belong to an open multi-turn episode."""
 _ORDER = {"segments": 1, "finished": 2}
-"""Kind → rank in the order in which a group's entries are read. All other kinds are read first."""
+"""Order in which a group's entries are read: entries of kind `segments` after all other kinds, and entries of kind
+`finished` last."""
 
 
 class Journal:

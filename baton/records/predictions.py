@@ -18,16 +18,18 @@ FILE = "predictions.json"
 MEMORY = "trainer memory"
 """Name of the term whose prediction depends on the number of tokens of the run's largest microbatch."""
 TOLERANCE = 0.15
-"""A prediction counts as wrong (`Comparison.is_off`) if measured value / predicted value differs from 1 by more than
-this number. For terms whose unit is `share`, the difference of the two values must not exceed this number."""
+"""A prediction counts as wrong (`Comparison.is_off`) if the ratio of the measured to the predicted value differs from 1
+by more than this number. If the unit of the term is `share`, the prediction counts as wrong if the difference of the
+two values exceeds this number."""
 WARM_SHARE = 0.2
-"""Share of the train steps, from the start of the run, that the means of measured values exclude."""
+"""The means of measured values exclude the first steps of a run. This number is the excluded fraction of its train
+steps."""
 
 Row = Mapping[str, float]
 
 
 def generation_s(row: Row) -> float:
-    """Return the seconds of a train step in which trajectories were running."""
+    """Return for how many seconds of a train step trajectories were running."""
     return row["time/generate"] + row.get("time/generate_hidden", 0.0)
 
 
@@ -47,14 +49,15 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "reward model idle": ("share", lambda row: 1 - row["time/reward_model_busy"] / row["perf/step_time"]),
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
-"""Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the
-row lacks a metric. The response length is an input of the other predictions: if the measured length differs, the other
-terms differ too."""
+"""For each term that is predicted: its name, its unit, and a function that computes its measured value from a row of
+metrics. The function raises KeyError if the row lacks a metric. The response length is an input of the other
+predictions: if the measured length differs, the other terms differ too."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]
-"""Pairs (number of tokens of the largest microbatch, including padding; bytes of memory of the trainer), in ascending
-order. The last pair has the maximum number of tokens that a microbatch of the recipe can have."""
+"""The trainer's memory as a function of the size of the largest microbatch. Each pair contains a number of tokens,
+including padding, and the memory in bytes if the largest microbatch has this number of tokens. The pairs are in
+ascending order; the last one is for the largest microbatch that the recipe allows."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -63,8 +66,8 @@ class Prediction(msgspec.Struct, frozen=True):
     term: str
     value: float
     by_tokens: MemoryByTokens = ()
-    """Predicted memory by size of the largest microbatch; only for the term `MEMORY`. The field `value` is then the
-    number of bytes in the last pair, for responses of the maximum length."""
+    """Only for the term `MEMORY`: the predicted memory for several sizes of the largest microbatch. The field `value`
+    is then the memory in the last pair, which assumes responses of the maximum length."""
 
     def at(self, tokens: float | None) -> float:
         """Return the value that is predicted if the largest microbatch has `tokens` tokens. With `tokens` = None,
@@ -116,8 +119,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """Mean over train steps; for memory, the maximum."""
 
     error: float | None
-    """Measured value divided by predicted value, minus 1. If the unit is `share` or the predicted value is 0: measured
-    value minus predicted value."""
+    """Relative error: the ratio of the measured to the predicted value, minus 1. If the unit is `share` or the
+    predicted value is 0, it is instead the measured value minus the predicted value."""
     is_off: bool
     """Whether the absolute value of `error` exceeds `TOLERANCE`."""
     assumption: str = ""

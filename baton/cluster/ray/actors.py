@@ -50,8 +50,8 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
     """For a worker that shares GPUs with ranks, one pair per GPU. The first element is the name of the environment
-    variable that selects the GPUs that a process sees. The second element is the GPU's id for this variable, or the
-    GPU's index among the GPUs that the actor sees."""
+    variable that selects the GPUs that a process sees. The second element is either a string, the GPU's id that becomes
+    the variable's value, or an integer, the GPU's index among the GPUs that the actor sees."""
     sleeps: bool = False
     """Whether `WorkerActor.use_device` is called."""
 
@@ -211,8 +211,8 @@ class RankActor:
         return visible((self._gpu,))
 
     def take(self, path: str, begin: int) -> Any:
-        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. A result shorter than
-        `PIECE_BYTES` is the end of the file, which is then deleted."""
+        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. The last piece is shorter than
+        `PIECE_BYTES`; when it is read, the file is deleted."""
         import numpy as np
 
         data = np.fromfile(path, np.uint8, count=PIECE_BYTES, offset=begin)
@@ -229,7 +229,7 @@ class RewardActor:
     """An actor that holds a reward model. Its methods share one event loop, and scoring a batch blocks this loop."""
 
     def __init__(self, directory: str, gpu: int) -> None:
-        """directory: the controller's working directory, to which a model's relative path refers. gpu: index of the
+        """directory: the controller's working directory; relative paths of models refer to it. gpu: index of the
         actor's GPU among the GPUs that the actor sees."""
         import torch
 

@@ -113,7 +113,7 @@ class RayCluster:
 
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
         """Return the options of an actor in a bundle of a placement group. An actor that does not request the resource
-        `GPU` sees all GPUs of its machine, because it may use a GPU under another resource name."""
+        `GPU` may request a GPU under another resource name. Such an actor therefore sees all GPUs of its machine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}

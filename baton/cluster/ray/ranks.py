@@ -32,7 +32,7 @@ CLOSE_GRACE_S: Final = 5.0
 
 
 class RayRanks:
-    """Implements `Ranks` with Ray actors. Ray reports the end of an actor at once."""
+    """Implements `Ranks` with Ray actors. If an actor ends, Ray reports this immediately."""
 
     def __init__(self, cluster: RayCluster, specs: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
         """Start the actors. machines: name in the plan → machine. Raises RankLost if an actor cannot start."""

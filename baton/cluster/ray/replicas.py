@@ -25,7 +25,7 @@ from baton.rollout.processes.protocol import Start
 from baton.weights.direct.settings import DirectTransfer
 
 RETURN_S: Final = 600.0
-"""If a replica's machine has left the cluster, maximum seconds to wait until the machine has joined again."""
+"""Maximum seconds to wait for the return of a replica's machine that has left the cluster."""
 _POLL_S: Final = 0.5
 _CHECK_S: Final = 1.0
 """Minimum seconds between two checks of an actor on a further machine."""
@@ -82,7 +82,7 @@ class RayReplicas:
     def _begin(self, index: int, start: Start) -> _RayReplica:
         spec, vllm, left_s = self._specs[index], start.settings["vllm"], time_left(RETURN_S)
         if (spec.gpu != CPU or spec.further) and spec.tp * spec.pp > 1:
-            # by default, vLLM would start one actor per device, in the bundles of this actor's placement group
+            # with its default backend, vLLM would start one Ray actor per device in this placement group
             arguments = {"distributed_executor_backend": "mp", **vllm["arguments"]}
             vllm = {**vllm, "tensor_parallel": spec.tp, "pipeline_parallel": spec.pp, "arguments": arguments}
         settings = {**start.settings, "slots": -(-spec.slots // 8) * 8, "vllm": {**vllm, "replicas": 1}}
@@ -99,7 +99,8 @@ class RayReplicas:
 
 
 class _Further:
-    """The actor of a replica on a machine other than the first, with the actor's last call: the start, or a check."""
+    """An actor on a further machine of a replica (any machine except the first). `future` is the result of the last
+    call of this actor: its start, or a check."""
 
     def __init__(self, name: str, actor: Any, started: Any) -> None:
         """started: future of the actor's start."""
@@ -122,7 +123,8 @@ class _RayReplica(RemoteReplica):
         super().__init__(f"{spec.name} on {' and '.join(spec.machines)}", start)
         self._cluster, self._spec = cluster, spec
         self._is_closed, self._num_calls, self._changed = False, 0, Condition()
-        """`_num_calls`: number of threads in a call of Ray, which must be 0 when this process leaves the cluster."""
+        """`_num_calls`: number of threads that are executing a call of Ray. This process leaves the cluster only when
+        the number is 0."""
         parts: tuple[ProcessSpec | ProcessPart, ...] = (spec, *spec.further)
         bundles = [(machine.id, part.resources) for machine, part in zip(machines, parts, strict=True)]
         self._group = cluster.reserve(bundles, f"baton-{spec.name}")

@@ -128,7 +128,8 @@ class _ActorProcess:
                 self._ray.kill(self._actor)
 
     async def ended(self) -> None:
-        """Return immediately: Ray itself starts another actor on the same resources only after this actor has ended."""
+        """Return immediately. The caller need not wait for the end of this actor, because Ray starts another actor on
+        the same resources only after this actor has ended."""
 
     async def _reply(self, future: Any) -> bytes:
         try:

@@ -37,7 +37,7 @@ from baton.trainer.parallel.messages import HOW_TO_GO_ON
 
 POLL_S: Final = 0.5
 EXIT_S: Final = 5.0
-"""Maximum seconds to learn the exit code of a worker that has not answered."""
+"""If a worker does not answer, maximum seconds to wait for its exit code."""
 
 
 @dataclass(slots=True)
@@ -80,15 +80,16 @@ class RayWorkerSupervisor:
         """Actors that are leaving: (actor, Ray future of its `leave`, deadline)."""
         self.pids: dict[str, int] = {}
         self.ranks: tuple[Any, Sequence[dict[str, str]]] = None, ()
-        """Placement group of the ranks and, for each rank on a GPU, the environment variable that restricts a process
-        to this GPU. In a colocated plan, `ranks` must be set before `begin`."""
+        """Two values: the placement group of the ranks; and for each rank on a GPU, the environment variable that
+        restricts a process to this GPU. In a colocated plan, `ranks` must be set before `begin`."""
         self._lock = RLock()
         self._is_trainers_turn = False
         """True while ranks use the GPUs that they share with workers; no worker on these GPUs is then started."""
         self._waiting: dict[str, ProcessSpec] = {}
         """Workers to start at the next `wake_up`."""
         self._ending: dict[Any, _RunningActor] = {}
-        """Ray future of `end_session` → worker whose processes may still use memory of a shared GPU."""
+        """Workers whose processes may still use memory of a shared GPU. The key of a worker is the Ray future of the
+        call `end_session` that kills these processes."""
         self._plan: Future[ReplanResult] | None = None
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None
