@@ -34,6 +34,7 @@ from baton.records.predictions import (
     Row,
     compare,
     generation_s,
+    num_warm,
     steady_rows,
 )
 from baton.records.run_directory import RunDirectory, without_none
@@ -183,7 +184,7 @@ def fit_run(
     def simulated(efficiency: Efficiency) -> tuple[Result, RunRecord]:
         given = setting(efficiency)
         record = simulate(given, RunOptions(recipe.run.seed))
-        return summarise(given, record), record
+        return summarise(given, record, (num_warm(len(record.steps)), len(record.steps))), record
 
     first, _ = simulated(known)
     if recipe.rollout.mode == "async":

@@ -127,10 +127,15 @@ class Comparison(msgspec.Struct, frozen=True):
     """Sentence that states the predicted value's assumption about the run; empty without an assumption."""
 
 
+def num_warm(num_steps: int) -> int:
+    """Return how many train steps at the start of a run of `num_steps` steps the means of measured values exclude."""
+    return max(min(1, num_steps - 1), int(WARM_SHARE * num_steps))
+
+
 def steady_rows(rows: Sequence[Row]) -> Sequence[Row]:
     """Return the rows of train steps, without the first `WARM_SHARE` of the steps."""
     steps = [row for row in rows if "perf/step_time" in row]
-    return steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
+    return steps[num_warm(len(steps)) :] if steps else []
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:

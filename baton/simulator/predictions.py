@@ -9,12 +9,15 @@ from baton.cost.memory import RUNTIME_BYTES
 from baton.planner.problem import make_step
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_settings, read_workload
-from baton.records.predictions import MemoryByTokens, Predictions
+from baton.records.predictions import MemoryByTokens, Predictions, num_warm
 from baton.run.predictions import predictions, reward_stage_s
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
+from baton.simulator.result import first_full
 from baton.simulator.run import RunOptions, run_request
 
 STEPS = 50
+"""Train steps whose means predict a longer run. The simulation has further steps, because in `async` the last steps of
+a run train batches that have been generated before."""
 
 
 def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, memory: MemoryByTokens) -> Predictions:
@@ -22,8 +25,12 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
     measured, work = read_settings(CalibrationSettings, calibration).build(), read_workload(workload)
     source = RecipeSource(recipe, measured, work)
     recorded = recorded_groups(workload) if workload.is_dir() else ()
-    setting = source.setting(SimulationOptions(steps=min(STEPS, recipe.run.steps), recorded=recorded))
-    result, _ = run_request(setting, RunOptions(recipe.run.seed), None, is_traced=False)
+    first, num_steps = first_full(recipe.rollout.rules()), recipe.run.steps
+    window = num_warm(num_steps), num_steps  # the steps whose measured values are compared with the predictions
+    if num_steps > STEPS + 2 * first:
+        window, num_steps = (max(num_warm(STEPS), first), STEPS + first), STEPS + 2 * first
+    setting = source.setting(SimulationOptions(steps=num_steps, recorded=recorded))
+    result, _ = run_request(setting, RunOptions(recipe.run.seed), None, is_traced=False, window=window)
     efficiency, has_model = measured.of(source.gpu), any(each.kind == "model" for each in recipe.reward)
     more_bytes = efficiency.runtime_gb * 1e9 - RUNTIME_BYTES
     busy_s = efficiency.reward_model_s * recipe.rollout.batch_groups * recipe.rollout.group_size

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.records.predictions import num_warm
 from baton.rollout.scheduler_state import ACCOUNTS, Ledger, StepCounts
 from baton.rollout.settings import Rules
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.transport import EngineTime
 
-WARM_SHARE = 0.2
-"""Steady-state figures exclude this share of the train steps, at the start of the run."""
 STEADY_STEPS = 5
 """Steady-state figures need at least this number of train steps after the steps that fill the pipeline. The result of a
 shorter run has a note."""
@@ -146,12 +145,13 @@ class Result(msgspec.Struct, frozen=True):
     """Assumptions and remarks, one sentence each."""
 
 
-def summarise(setting: Setting, record: RunRecord) -> Result:
-    """Summarise the record of a run."""
+def summarise(setting: Setting, record: RunRecord, window: tuple[int, int] | None = None) -> Result:
+    """Summarise the record of a run. window: the first train step of the steady state, counted from 0, and the step
+    after its last; by default, all steps after those that fill the pipeline."""
     rules = setting.rules
     done = record.steps
-    warm = min(len(done) - 1, max(1, int(WARM_SHARE * len(done)), _first_full(rules))) if len(done) > 1 else 0
-    steady = done[warm:]
+    warm, end = window or (min(len(done) - 1, max(num_warm(len(done)), first_full(rules))), len(done))
+    steady = done[warm:end]
     begin_s = done[warm - 1].end_s if warm else 0.0
     span_s = max(1e-9, steady[-1].end_s - begin_s)
     ends = [begin_s, *(step.end_s for step in steady)]
@@ -200,7 +200,7 @@ def summarise(setting: Setting, record: RunRecord) -> Result:
 
 def _too_few(num_steps: int, rules: Rules) -> list[str]:
     """Return a note if the run is too short for steady-state figures, otherwise an empty list."""
-    first = max(1, _first_full(rules))
+    first = max(1, first_full(rules))
     if num_steps >= first + STEADY_STEPS:
         return []
     return [
@@ -209,7 +209,7 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
     ]
 
 
-def _first_full(rules: Rules) -> int:
+def first_full(rules: Rules) -> int:
     """Return the number of train steps at the start of a run that fill the pipeline: in these steps, staleness may
     still be below its steady-state value."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2

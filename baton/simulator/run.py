@@ -103,10 +103,15 @@ def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
 
 
 def run_request(
-    setting: Setting, options: RunOptions, log_path: Path | None, *, is_traced: bool
+    setting: Setting,
+    options: RunOptions,
+    log_path: Path | None,
+    *,
+    is_traced: bool,
+    window: tuple[int, int] | None = None,
 ) -> tuple[Result, Sequence[Span]]:
     """Simulate a run. Return the run's result and, if `is_traced`, the trace spans. The event log is written to
-    `log_path` even if the run fails. Raises UserError if the run makes no progress."""
+    `log_path` even if the run fails. `window`: as in `summarise`. Raises UserError if the run makes no progress."""
     log = EventLog() if log_path is not None else None
     tracer = Spans() if is_traced else None
     try:
@@ -116,4 +121,4 @@ def run_request(
     finally:
         if log_path is not None and log is not None:
             write_whole(log_path, b"\n".join(log.lines) + b"\n")
-    return summarise(setting, record), tracer.spans if tracer is not None else ()
+    return summarise(setting, record, window), tracer.spans if tracer is not None else ()

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from baton.cost.efficiency import CalibrationSettings
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.recipe.workload import read_settings, read_workload
 from baton.rewards.settings import RewardSettings
+from baton.simulator.input_sources import RecipeSource, SimulationOptions
 from baton.simulator.predictions import simulated_predictions
+from baton.simulator.run import RunOptions, simulate
 
 WORK = "groups = 1\ngroup_size = 1\nprompt_tokens = { mean = 9 }\noutput_tokens = { mean = 12 }\n"
 
@@ -30,3 +34,27 @@ def test_the_idle_share_of_a_reward_model_follows_from_its_measured_time(
     assert step_s is not None
     expected = pytest.approx(1 - seconds * num / step_s) if seconds and has_model else None
     assert found.of("reward model idle") == expected
+
+
+@pytest.mark.parametrize(("steps", "simulated", "window"), [(6, 6, (1, 6)), (40, 40, (8, 40)), (1000, 60, (10, 55))])
+def test_predictions_are_means_over_the_steps_that_a_comparison_includes(
+    steps: int, simulated: int, window: tuple[int, int], small: Any, tmp_path: Path
+) -> None:
+    """In `async`, the first steps fill the pipeline, and in the last ones nothing is generated. A short run has all of
+    them; in a long run they do not count."""
+    calibration, work = tmp_path / "calibration.toml", tmp_path / "work.toml"
+    calibration.write_text("[efficiency.CPU]\ncycle_overhead_s = 1.0\n")
+    work.write_text(WORK)
+    recipe = load_recipe(Recipe, small.recipe)
+    changes = {"rollout": {"mode": "async", "max_staleness": 4}, "run": {"steps": steps}}
+    recipe = recipe.model_copy(update={k: getattr(recipe, k).model_copy(update=v) for k, v in changes.items()})
+    found = simulated_predictions(recipe, calibration, work, ())
+    efficiencies = read_settings(CalibrationSettings, calibration).build()
+    setting = RecipeSource(recipe, efficiencies, read_workload(work)).setting(SimulationOptions(steps=simulated))
+    done = simulate(setting, RunOptions(recipe.run.seed)).steps
+    assert len(done) == simulated
+    begin, end = window
+    assert found.of("step") == pytest.approx((done[end - 1].end_s - done[begin - 1].end_s) / (end - begin))
+    slot_s = [step.counts.slot_s for step in done[begin:end]]
+    assert found.of("generation") == pytest.approx(sum(slot_s) / setting.slots / len(slot_s))
+    assert found.of("generation")
