@@ -87,8 +87,8 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Convert the plan of a part of the cluster to a plan of the whole cluster. The GPUs outside the part are idle, and
-    the price includes them."""
+    """Return the plan of a part of the cluster as a plan of the whole cluster, in which the GPUs outside the part are
+    idle. The price includes them."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)

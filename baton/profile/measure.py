@@ -4,7 +4,7 @@
 of the recipe's prompts and train steps, alternately. Every figure is a median over repeats. The cost model's parameters
 are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has as many threads as in
 a run, and a core counts as a GPU. Finally, `whole_steps.py` runs the recipe for some train steps, in which all
-processes share cores and memory, and corrects the parameters by the measured times.
+processes share cores and memory, and fits the parameters to the measured times.
 """
 
 from __future__ import annotations

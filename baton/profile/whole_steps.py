@@ -141,9 +141,9 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[float, float]:
-    """Return two factors for mode `async`. The first is the training time of the steps without generation, divided by
-    the predicted time; it is 1 without such steps. The second is the factor by which training is slower while
-    trajectories run."""
+    """Return two factors for mode `async`. The first is for steps in which nothing is generated: the ratio of their
+    measured to their predicted training time, or 1 if there are no such steps. The second is the factor by which
+    training is slower while trajectories run."""
     opened, beside = RunDirectory.open(run), list[tuple[float, float, float]]()
     alone_s = predicted_s = 0.0
     for row in steady_rows(rows):

@@ -95,7 +95,7 @@ def environment_of(device: str, key: str, run: Mapping[str, str]) -> dict[str, s
 
 
 class GenerativeModel:
-    """A started server, and its calls. The calls run in one event loop."""
+    """A started server, and the calls to it. The calls run in one event loop."""
 
     def __init__(self, spec: GenerativeModelSpec) -> None:
         """Start the server and wait until it is healthy. Raises UserError if it does not become healthy."""

@@ -100,7 +100,8 @@ class SimulatedEnginePool(SimulatedTransport):
                 self._after_handover(engine.abort, message.lease_id)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
-        """Call an engine after `handover_s`, because an engine process reads messages only between two steps."""
+        """Call an engine after a delay of `handover_s` seconds, because an engine process reads messages only between
+        two steps."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

@@ -176,7 +176,8 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return the tokens per second of one lease of a worker, estimated from its weight before its first report."""
+        """Return the tokens per second of one lease of a worker. Until the worker's first report, this is an estimate
+        from the worker's weight."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:

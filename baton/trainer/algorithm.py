@@ -45,7 +45,8 @@ class AlgorithmSettings(Settings):
     equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides the sum of
     each episode by rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Lower clip: the ratio of current to anchor probability is at least 1 − clip_low. 1 disables the lower clip."""
+    """Lower clip: the ratio of current to anchor probability is at least 1 − clip_low. The value 1 disables the lower
+    clip."""
     clip_high: float = Field(default=0.2, gt=0)
     """Upper clip: the ratio is at most 1 + clip_high. A value above clip_low (0.28 in DAPO) favours rare tokens."""
     num_minibatches: int = Field(default=1, gt=0)

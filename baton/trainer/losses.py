@@ -51,7 +51,8 @@ class LossInputs:
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
     episode_tokens: torch.Tensor | None = None
-    """[B] number of trained tokens of each row's episode, over all its paths; None if rows are whole episodes."""
+    """[B] number of trained tokens of each row's episode, summed over all paths of the episode; None if each row is a
+    whole episode."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """[B, 1] For each `episode_sum`, by name: the part of the sum that comes from the other paths of each row's
     episode, without gradient. Empty if each row is a whole episode."""

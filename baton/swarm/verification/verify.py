@@ -67,14 +67,15 @@ class Tolerance:
     """Allowed differences between reported and rescored values. Logprobs and draw gaps are in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|. At most the share `beyond` of a correct worker's tokens exceeds this
+    """Bound on |behavior − rescored logprob|. Of a correct worker's tokens, at most the share `beyond` exceeds this
     bound."""
     draw_gap: float
     """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token. At most the
     share `beyond` of a correct worker's tokens exceeds the bound."""
     typical: float = math.inf
-    """Second bound on |behavior − rescored logprob|. Less than the share `often` of a correct worker's tokens exceeds
-    this bound. The bound depends on the exact order of sums, so it is infinite (no test) before the calibration."""
+    """Second bound on |behavior − rescored logprob|. Of a correct worker's tokens, the share that exceeds this bound is
+    less than `often`. The bound depends on the exact order of sums, so it is infinite (no test) before the
+    calibration."""
     beyond: float = 0.002
     """Share of a correct worker's tokens whose deviation may exceed `logprob`. The same share applies to `draw_gap`."""
     often: float = 0.4

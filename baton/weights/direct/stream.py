@@ -53,7 +53,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(min(size, words.numel()), dtype=torch.int64, device=tensor.device).mul_(2).add_(1).mul_(_ODD)
     for begin in range(0, words.numel(), size):
         piece = words[begin : begin + size].to(torch.int64)
-        # `weights` has the factors (2i + 1) · c of the first piece. In the current piece, each factor is larger by
+        # `weights` has the factors (2i + 1) · c of the first piece. The factors of the current piece are these plus
         # 2 · begin · c.
         total += piece.sum() * (2 * begin) * _ODD + (piece * weights[: piece.numel()]).sum()
     return total
