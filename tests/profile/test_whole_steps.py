@@ -15,7 +15,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import workload_of_run
 from baton.records.metrics import read_metrics
-from baton.records.predictions import Predictions, compare
+from baton.records.predictions import Predictions, compare, num_warm
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.inputs import Setting
 from baton.simulator.result import Result, summarise
@@ -30,8 +30,10 @@ def setting_of(recipe: Recipe, efficiency: Efficiency, run: Path) -> Setting:
 
 
 def simulated(recipe: Recipe, efficiency: Efficiency, run: Path) -> Result:
+    """The figures are means over the steps that `compare` includes."""
     setting = setting_of(recipe, efficiency, run)
-    return summarise(setting, simulate(setting, RunOptions(recipe.run.seed)))
+    record = simulate(setting, RunOptions(recipe.run.seed))
+    return summarise(setting, record, (num_warm(len(record.steps)), len(record.steps)))
 
 
 def test_in_sync_a_simulation_has_the_times_of_the_run_that_it_was_fitted_to(small: Any) -> None:
