@@ -7,18 +7,31 @@ import os
 import resource
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 import torch
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 """File with the memory limit of a container (cgroup v2). The file exists only in a container."""
+_M_ARENA_MAX: Final = -8
+"""Parameter of glibc's `mallopt`: the maximum number of heaps."""
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to a device. A copy to CUDA uses pinned memory, and the call returns before the copy has
     ended."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def share_heap() -> None:
+    """Make all threads of this process allocate host memory from one heap. By default, glibc gives threads heaps of
+    their own, and a thread cannot use memory that another thread has freed in its heap. Train steps run in threads of
+    their own: with a model of 135 M parameters, the trainer's peak was 9.1 GB instead of 6.3 GB. A thread that has
+    allocated memory before this call keeps its heap. Has no effect with other C libraries."""
+    limit = getattr(ctypes.CDLL(None), "mallopt", None)
+    if limit is not None:
+        limit(_M_ARENA_MAX, 1)
 
 
 def release_free_memory() -> None:

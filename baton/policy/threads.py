@@ -11,10 +11,13 @@ import torch
 from torch.nn import Module
 from transformers.utils.logging import disable_progress_bar
 
+from baton.policy.memory import share_heap
+
 
 def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
-    """Set the number of torch's threads, and on CUDA the precision of float32 matrix products. `deterministic`: whether
-    torch uses deterministic algorithms; None means True on machines without CUDA and False with CUDA."""
+    """Set the number of torch's threads. With CUDA, also set the precision of float32 matrix products; without CUDA,
+    let all threads share one heap. `deterministic`: whether torch uses deterministic algorithms; None means True
+    without CUDA and False with CUDA."""
     torch.set_num_threads(threads)
     has_cuda = torch.cuda.is_available()
     set_deterministic(deterministic is True or (deterministic is None and not has_cuda))
@@ -22,6 +25,8 @@ def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
         # TF32 is eight times as fast as float32, and has 10 bits of mantissa instead of 23. keep_positions_exact
         # disables TF32 for positions.
         torch.backends.cuda.matmul.allow_tf32 = True
+    else:
+        share_heap()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
 
 

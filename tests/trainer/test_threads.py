@@ -1,7 +1,11 @@
-"""When torch's deterministic algorithms are used."""
+"""When torch's deterministic algorithms are used, and where threads allocate memory."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +59,35 @@ def test_auto_is_float32_on_a_gpu_without_bfloat16(
     assert torch_dtype("bfloat16", cuda) is torch.bfloat16  # who asks for it gets it
     assert torch_dtype("auto", torch.device("cpu")) is torch.float32
     assert ("Tesla T4 has no bfloat16 arithmetic" in caplog.text) == (not capability)
+
+
+ALLOCATE = """
+import ctypes, sys
+from threading import Thread
+from baton.policy.memory import share_heap
+
+allocate = ctypes.CDLL(None).malloc
+allocate.restype, allocate.argtypes, found = ctypes.c_void_p, [ctypes.c_size_t], []
+if sys.argv[1:]:
+    share_heap()
+for _ in range(2):
+    thread = Thread(target=lambda: found.append(allocate(1000)))
+    thread.start()
+    thread.join()
+lines = [line.split()[0] for line in open("/proc/self/maps") if line.endswith("[heap]\\n")]
+begin, end = (int(place, 16) for place in lines[0].split("-"))
+print([begin <= place < end for place in found])
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_threads_allocate_memory_from_the_heap_of_the_process() -> None:
+    """Otherwise, memory that one train step's thread has freed is not used by the next one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+
+    def is_in_heap(*arguments: str) -> str:
+        command = [sys.executable, "-c", ALLOCATE, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=300).stdout
+
+    assert is_in_heap() == "[False, False]\n"
+    assert is_in_heap("shared") == "[True, True]\n"
