@@ -259,6 +259,7 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
+    """Return a share as a percentage, such as "12.5 %"."""
     return f"{100 * share:.1f} %"
 
 

@@ -178,6 +178,7 @@ def gpu_names(gpu_ids: Sequence[str]) -> str:
 
 
 def money(value: float, currency: str) -> str:
+    """Return a price with its currency, such as "3.20 USD"."""
     if value >= 1000:
         return f"{value:,.0f} {currency}"
     return f"{value:.2f} {currency}" if value >= 1 else f"{value:.3g} {currency}"
