@@ -204,5 +204,5 @@ def read_predictions(directory: Path) -> Predictions | None:
     file = directory / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=Predictions) if file.is_file() else None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"{file} cannot be read: {error}; delete it to continue without predictions") from error

@@ -193,7 +193,7 @@ def read_trace(directory: Path) -> list[Span]:
 
 
 def _read(path: Path) -> Iterator[Span]:
-    """Yield the spans of a file. Incomplete lines are skipped."""
+    """Yield the spans of a file. Incomplete and damaged lines are skipped."""
     decoder = msgspec.json.Decoder(Span)
     if not path.exists():
         return
@@ -201,7 +201,7 @@ def _read(path: Path) -> Iterator[Span]:
         for line in file:
             try:
                 yield decoder.decode(line)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
 
 

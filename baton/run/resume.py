@@ -191,7 +191,7 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         return ResumePoint(LoopState(), None, is_new=False)
     try:
         state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
-    except (FileNotFoundError, msgspec.DecodeError) as error:
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"{checkpoint / LOOP_STATE} cannot be read: {error}; remove {checkpoint}") from error
     if state.step > recipe.run.steps:
         raise UserError(

@@ -138,7 +138,7 @@ def read_state(path: Path) -> CheckpointState:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
     except FileNotFoundError as error:
         raise UserError(f"{path} is not a checkpoint of Baton: it has no baton/state.json") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if state.format != _FORMAT:
         raise UserError(f"{file} has format {state.format}, but this version of Baton reads format {_FORMAT}")

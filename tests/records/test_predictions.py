@@ -146,6 +146,7 @@ def test_predictions_are_written_once(tmp_path: Path) -> None:
     assert read_predictions(tmp_path) == told(step=1.0), "a resumed run with the same predictions keeps them"
     run.replace(told(step=2.0), 7)
     assert run.current == read_predictions(tmp_path) == told(after_step=7, step=2.0)
-    (tmp_path / FILE).write_text("{")
-    with pytest.raises(Damaged, match=r"predictions.json cannot be read"):
-        read_predictions(tmp_path)
+    for damaged in (b"{", (tmp_path / FILE).read_bytes().replace(b"plan.json", b"plan\xff")):
+        (tmp_path / FILE).write_bytes(damaged)
+        with pytest.raises(Damaged, match=r"predictions.json cannot be read"):
+            read_predictions(tmp_path)

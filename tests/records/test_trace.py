@@ -250,6 +250,14 @@ def test_a_line_that_a_process_died_in_costs_no_other(tmp_path: Path):
     assert [s.facts["group"] for s in read_trace(tmp_path)] == [*range(9), *range(10, 20)]
 
 
+def test_a_line_that_is_not_utf_8_costs_no_other(tmp_path: Path):
+    fill(TraceWriter(tmp_path, 400_000), 0, 10)
+    file = trace_files(tmp_path)[0]
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first.replace(b"engine", b"engin\xff") + b"".join(others))
+    assert [s.facts["group"] for s in read_trace(tmp_path)] == list(range(1, 10))
+
+
 def test_a_writer_without_a_place_keeps_nothing(tmp_path: Path):
     fill(TraceWriter(), 0, 10)
     assert list(tmp_path.iterdir()) == []

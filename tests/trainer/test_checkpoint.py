@@ -188,7 +188,10 @@ def test_missing_or_damaged_parts_are_refused(tmp_path):
     flipped[-1] ^= 1
     weights.write_bytes(bytes(flipped))
     refused(make_trainer(), path, "is damaged: its weights have digest")
-    (path / "baton" / "state.json").unlink()
+    state = path / "baton" / "state.json"
+    state.write_bytes(state.read_bytes().replace(b"torch", b"torc\xff"))
+    refused(make_trainer(), path, "state.json cannot be read")
+    state.unlink()
     refused(make_trainer(), path, "has no baton/state.json")
 
 
