@@ -112,6 +112,7 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
     k = np.repeat(ks, _BLOCK)[:count]
     gaps = np.diff(ones, prepend=-1) - 1
     gaps <<= k
+    _require(k.sum() <= n)  # `_best_ks` chooses a k above 0 only if k is at most the mean gap of the block
     bits, at = reader.bits(int(k.sum())), 0
     for bit in range(int(ks.max())):
         chosen: Any = slice(None) if ks.min() > bit else np.flatnonzero(k > bit)

@@ -145,6 +145,21 @@ def test_a_frame_that_swells_is_refused_before_there_is_room_for_it(writes_size)
     assert peak < 20_000_000
 
 
+def test_more_low_bits_than_the_gaps_need_are_refused():
+    """The positions are valid, but each gap of 0 has 31 low bits. A damaged part of 8 MiB could thus ask for 248 MiB of
+    unpacked bits."""
+    count = 512
+    writer = BitWriter()
+    writer.number(2 * count)
+    writer.stream(np.full(count // 128, 31, np.uint8))
+    writer.number(count)
+    writer.bits(np.ones(count, np.uint8))
+    writer.bits(np.zeros(31 * count, np.uint8))
+    reader = BitReader(b"".join(writer.block()))
+    with pytest.raises(WeightsFault, match="do not fit its number of elements"):
+        read_mask(reader, 2 * count)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     coding=st.sampled_from(["same", "sparse", "dense", "full"]),
