@@ -152,7 +152,11 @@ class Outlet:
         link = _Recorder(world_size)
         group = begin(partial(transport.connect, link, name, rules))
         self._open[name] = link, group, rules
-        return link.take(group, rules.connect_s)
+        try:
+            return link.take(group, rules.connect_s)
+        except WeightsFault:
+            self.close(name)  # the control process does not know this communicator, so it will not close it
+            raise
 
     def send(self, name: str, bucket: Bucket) -> dict[str, Any]:
         """Begin to send a bucket; return the replica's `update_info`. Raises WeightsFault if an earlier bucket was not
