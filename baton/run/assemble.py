@@ -278,13 +278,16 @@ def build_loop(
             undo.callback(episodes.close)
         publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
         trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
+        undo.callback(trainer.close)
+        # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `_open`
+        save_checkpoint = checkpoint_writer(recipe, RunDirectory(recipe.run.path, lock), trainer)
         if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
             assert isinstance(trainer, LocalTrainer | RankedTrainer)
             trainer.sleep()
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
         run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas
+            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas, undo
         )
         stream = PromptStream(mixture, recipe.run.seed, place.state.position)
         scorer = ResponseScorer(judge, tokenizer, trace)
@@ -303,7 +306,7 @@ def build_loop(
             journal=journal,
             trainer=trainer,
             predictions=predictions,
-            save_checkpoint=checkpoint_writer(recipe, run, trainer),
+            save_checkpoint=save_checkpoint,
             metrics=metrics,
             observer=observer,
             rollout=recipe.rollout,
@@ -421,24 +424,24 @@ def _open(
     trace: TraceWriter,
     supervisor: WorkerSupervisor | None,
     replicas: RemoteReplicas | None,
+    undo: ExitStack,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
     """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the run's
     directory is changed, so that an error of an engine leaves the directory unchanged. A hub starts afterwards, because
-    the hub keeps files in the directory."""
-    with ExitStack() as undo:
-        undo.callback(trainer.close)
-        if not recipe.swarm.is_on:
-            path, leases = recipe.model.path, LeaseTrace(trace)
-            port = build_port(recipe, path, trainer.version, leases, trainer, replicas)
-            undo.callback(port.close)
-        run = open_run(recipe, lock, trainer, tokenizer, place, threads)
-        if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
-            undo.callback(port.close)
-        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
-        keeps_partials = recipe.rollout.mode != "sync"
-        journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
-        undo.pop_all()
+    the hub keeps files in the directory. `undo`: gets the functions that close all of them."""
+    if not recipe.swarm.is_on:
+        path, leases = recipe.model.path, LeaseTrace(trace)
+        port = build_port(recipe, path, trainer.version, leases, trainer, replicas)
+        undo.callback(port.close)
+    run = open_run(recipe, lock, trainer, tokenizer, place, threads)
+    if recipe.swarm.is_on:
+        port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
+        undo.callback(port.close)
+    metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
+    undo.callback(metrics.close)
+    keeps_partials = recipe.rollout.mode != "sync"
+    journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
+    undo.callback(journal.close)
     return run, port, metrics, journal
 
 
@@ -618,15 +621,17 @@ def open_evaluator(
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
-    mixture.limit(encoder.num_tokens, recipe.engine.max_context_tokens - 1)
-    judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
-    prompts = choose(mixture)
-    device = torch_device("auto" if recipe.model is None else recipe.model.device)
-    head_dtype = "auto" if recipe.model is None else recipe.model.head_dtype
-    model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype, device), device=device, head_dtype=head_dtype)
-    engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
-    episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
-    timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
-    worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
-    with _memory_errors(recipe), closing(mixture), judge, closing(episodes) if episodes is not None else nullcontext():
-        yield Evaluator(prompts, encoder, judge, EvalRollout(worker, episodes), samples_of=mixture.samples)
+    with _memory_errors(recipe), closing(mixture):
+        mixture.limit(encoder.num_tokens, recipe.engine.max_context_tokens - 1)
+        judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
+        prompts = choose(mixture)
+        device = torch_device("auto" if recipe.model is None else recipe.model.device)
+        dtype = torch_dtype(recipe.engine.dtype, device)
+        head_dtype = "auto" if recipe.model is None else recipe.model.head_dtype
+        model = load_model(model_path, dtype=dtype, device=device, head_dtype=head_dtype)
+        engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
+        episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
+        timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
+        worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
+        with judge, closing(episodes) if episodes is not None else nullcontext():
+            yield Evaluator(prompts, encoder, judge, EvalRollout(worker, episodes), samples_of=mixture.samples)

@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 
-from baton.errors import DeadlineExceeded, StorageFault
+from baton.console import Console
+from baton.errors import DeadlineExceeded, StorageFault, UserError
 from baton.files import memory_directory, verify
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
 from baton.run import loop as loop_module
 from baton.run import resume
+from baton.run.assemble import build_loop
 from baton.run.memory import needed_bytes, processes_of
 from baton.specs.model import ModelSpec, model_spec
 from baton.swarm.serial_executor import SerialExecutor
 from baton.trainer.checkpoint import list_checkpoints
+from baton.views.terminal.progress import TerminalObserver
 from tests.test_power_cut import STEPS, Scripted, build, recipe
 
 pytestmark = pytest.mark.skipif(memory_directory() is None, reason="needs /dev/shm")
@@ -50,6 +55,16 @@ def test_a_run_ends_when_its_last_checkpoint_is_on_disk_and_nothing_is_left_in_m
     assert steps_of(loop) == [STEPS]
     verify(list_checkpoints(loop.run.checkpoints)[0])
     assert staged() == before
+
+
+def test_a_system_without_files_in_memory_is_refused_before_the_directory_is_made(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = load_recipe(Recipe, small.recipe, [f"run.directory={tmp_path / 'runs'}", "checkpoint.background=true"])
+    monkeypatch.setattr(resume, "memory_directory", lambda: None)
+    with pytest.raises(UserError, match=r"checkpoint.background: got true, but this system has no /dev/shm"):
+        build_loop(wanted, TerminalObserver(Console(quiet=True), 2), resume=False, overwrite=False)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_checkpoint_has_the_state_of_its_step_and_its_groups_stay_until_it_is_written(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
+import torch
 
+from baton.errors import UserError
 from baton.records.evaluation import Z_95, share_interval
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.settings import RewardSettings
@@ -17,6 +20,7 @@ from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.run.evaluation import Evaluator
 from baton.run.tokenization import PromptEncoder
+from baton.tasks.stream import TaskMixture
 from baton.types import Message, PolicyVersion, Prompt, SamplingParams
 
 
@@ -116,6 +120,20 @@ def test_responses_that_were_cut_are_counted() -> None:
 
 def test_greedy_says_so() -> None:
     assert {r.way for r in run(samples=1, temperature=0)[0]} == {"greedy"}
+
+
+def test_a_device_without_memory_for_the_model_gets_advice(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.run import assemble
+
+    def load(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    closed: list[TaskMixture] = []
+    monkeypatch.setattr(assemble, "load_model", load)
+    monkeypatch.setattr(TaskMixture, "close", lambda self: closed.append(self))
+    with pytest.raises(UserError, match=r"the device is out of memory: CUDA out of memory.*; lower engine.slots"):
+        assemble.evaluate_model(small.run, None, num_prompts=2)
+    assert len(closed) == 1
 
 
 def test_two_evaluations_of_the_same_weights_are_the_same(small) -> None:

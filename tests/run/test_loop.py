@@ -15,19 +15,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.console import Console
-from baton.errors import UserError
+from baton.errors import StorageFault, UserError
 from baton.policy.load import load_model
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
-from baton.records.metrics import read_metrics
+from baton.records.metrics import MetricsWriter, read_metrics
 from baton.records.run_directory import RunDirectory
+from baton.rollout.transport import LocalTransport
+from baton.run import assemble
 from baton.run.assemble import build_loop
 from baton.run.resume import with_dtypes
 from baton.run.summary import summarise
 from baton.trainer.checkpoint import list_checkpoints
+from baton.trainer.local_trainer import LocalTrainer
 from baton.views.pages.report import write_page
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_report
@@ -281,6 +284,22 @@ def test_a_start_that_fails_leaves_no_run_in_the_way(small: Any, tmp_path: Path)
     with pytest.raises(UserError, match=r"engine\.slots: got 12"):
         train(load(small, tmp_path, "engine.slots=12"))
     train(load(small, tmp_path, "run.steps=1", "eval.num_prompts=2"))
+
+
+@pytest.mark.parametrize("failing", ["Journal", "Evaluator"])
+def test_a_start_that_fails_late_closes_what_was_opened(
+    failing: str, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageFault("no")
+
+    closed: list[str] = []
+    for part in (MetricsWriter, LocalTransport, LocalTrainer):
+        monkeypatch.setattr(part, "close", lambda self: closed.append(type(self).__name__))
+    monkeypatch.setattr(assemble, failing, fail)
+    with pytest.raises(StorageFault):
+        train(load(small, tmp_path))
+    assert closed == ["MetricsWriter", "LocalTransport", "LocalTrainer"]
 
 
 def test_the_report_adds_up(small: Any) -> None:
