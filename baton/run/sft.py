@@ -97,7 +97,6 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
     threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = _parts(recipe)
-    metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)
     begin = time.perf_counter()
     losses: list[float] = []
     tokens = 0
@@ -111,8 +110,8 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         metrics.write(step, {"sft/loss": recent, "perf/throughput": speed})
         observer.stepped(step, recent, speed)
 
-    fine_tune(model, examples, recipe.sft, on_step=on_step)
-    metrics.close()
+    with closing(MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)) as metrics:
+        fine_tune(model, examples, recipe.sft, on_step=on_step)
     output = Path(recipe.output)
     with atomic_directory(output, before_rename=lock.check) as directory, writing(output):
         model.save_pretrained(directory)
@@ -171,8 +170,8 @@ def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]
             yield Prompt("", "", messages), (response,)
     else:
         assert recipe.demonstrations is not None
-        mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task)
-        yield from demonstrations(mixture, recipe.demonstrations, recipe.run.seed)
+        with closing(TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task)) as mixture:
+            yield from demonstrations(mixture, recipe.demonstrations, recipe.run.seed)
 
 
 def _corpus(recipe: WarmStart) -> list[str]:

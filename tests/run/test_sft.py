@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from io import StringIO
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.console import Console
 from baton.environments.token_bridge import TokenBridge
-from baton.errors import TaskExhausted, UserError
+from baton.errors import TaskExhausted, TrainingDiverged, UserError
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import WarmStart
-from baton.records.metrics import read_metrics
+from baton.records.metrics import MetricsWriter, read_metrics
+from baton.run import sft
 from baton.run.sft import warm_start
 from baton.tasks.demonstrations import DemonstrationSettings
 from baton.tasks.demonstrations import demonstrations as demonstrations_of
@@ -229,6 +231,21 @@ def test_a_warm_start_on_a_file_continues_from_a_model(tmp_path: Path, small) ->
     before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (small.model, tmp_path / "made"))
     assert before.keys() == after.keys()
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_a_training_that_fails_closes_the_metrics(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*_: Any, **__: Any) -> None:
+        raise TrainingDiverged("no")
+
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    closed: list[MetricsWriter] = []
+    monkeypatch.setattr(MetricsWriter, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(sft, "fine_tune", diverge)
+    with pytest.raises(TrainingDiverged):
+        warm_start(load_recipe(WarmStart, path), WATCHED)
+    assert len(closed) == 1
 
 
 def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tmp_path: Path, small) -> None:
