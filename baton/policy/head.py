@@ -189,11 +189,11 @@ def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestedScores:
-    """Options of `head_scores`."""
+    """The temperature of scores, and what is computed for each token besides its log-probability."""
 
-    temperature: float
-    with_entropy: bool
-    entropy_has_gradient: bool
+    temperature: float = 1.0
+    with_entropy: bool = False
+    entropy_has_gradient: bool = False
 
 
 def head_scores(

@@ -22,6 +22,9 @@ from baton.policy.head import RequestedScores, find_head, head_scores, score
 from baton.policy.packing import PackedTokens, concatenated, packed_hidden_states, prefer_packed_attention, recomputing
 from baton.policy.sampling_masks import kept_logits, places_in
 
+ONLY_LOGPROBS = RequestedScores()
+"""Log-probabilities at temperature 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -40,27 +43,22 @@ def padded_scores(
     input_ids_BS: torch.Tensor,
     *,
     first: int,
-    temperature: float,
-    with_entropy: bool = False,
-    entropy_has_gradient: bool = False,
-    with_hidden: bool = False,
+    wanted: RequestedScores = ONLY_LOGPROBS,
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
     """Score the tokens at positions `first` … S − 1 of padded rows. The scores have shape [B, K] with K = S − `first`.
 
     Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
-    all logits are computed in one tensor and `with_hidden` is not supported. `kept`: sampling masks [B, K, ids].
+    all logits are computed in one tensor. `kept`: sampling masks [B, K, ids].
     """
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} positions"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
-    wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     if (head := find_head(model)) is not None:
         # No attention mask is passed, because fast kernels do not accept a mask. Under causal attention, no token
         # attends to the padding after it.
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted, kept), hidden_BKH)
-    assert not with_hidden, f"{type(model).__name__} has no known head"
     # If `forward` has the argument `logits_to_keep`, the model computes no logits before position `first`.
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if can_keep else {}
@@ -74,10 +72,7 @@ def padded_scores(
 def packed_scores(
     model: PreTrainedModel,
     tokens: PackedTokens,
-    *,
-    temperature: float,
-    with_entropy: bool = False,
-    entropy_has_gradient: bool = False,
+    wanted: RequestedScores = ONLY_LOGPROBS,
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
     """Score the tokens at the positions `tokens.places` of concatenated rows, which have no padding. The scores have
@@ -89,7 +84,6 @@ def packed_scores(
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
     hidden_NH, targets_N = packed_hidden_states(model, tokens)[tokens.before], tokens.input_ids[tokens.places]
-    wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted, kept), hidden_NH)
 
 
@@ -109,13 +103,13 @@ def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), 
         try:
             tokens = concatenated(ids, is_scored, [2] * num_rows, lengths, shares).to(model.device)
             if has_head:
-                packed = packed_scores(model, tokens, temperature=1.0).logprobs
+                packed = packed_scores(model, tokens).logprobs
             else:
                 packed = packed_hidden_states(model, tokens)[tokens.before]
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return False
         alone = [
-            padded_scores(model, row[None, :length], first=2, temperature=1.0).logprobs[0]
+            padded_scores(model, row[None, :length], first=2).logprobs[0]
             if has_head
             else hidden_states(model, row[None, : length - 1])[0, 1:]
             for row, length in zip(ids.to(model.device), lengths, strict=True)

@@ -11,9 +11,6 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import torch
 from transformers import PreTrainedModel
 
-from baton.policy.logprobs import hidden_states
-from baton.policy.packing import PackedTokens, packed_hidden_states
-
 Scalar = TypeVar("Scalar", torch.Tensor, float)
 
 
@@ -43,19 +40,6 @@ class Critic(torch.nn.Module):
         with torch.autocast(hidden_BKH.device.type, enabled=False):  # three digits (bfloat16) are too few for values
             values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values
-
-    def of_ids(self, input_ids_BS: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the values that a separate critic predicts before the tokens at positions `first` … S − 1, as float32
-        [B, S − first]."""
-        assert self.trunk is not None, "a shared critic reads the policy's hidden states"
-        found: torch.Tensor = self(hidden_states(self.trunk, input_ids_BS[:, :-1])[:, first - 1 :])
-        return found
-
-    def of_packed(self, tokens: PackedTokens) -> torch.Tensor:
-        """For concatenated rows, return a separate critic's values before the tokens to score, float32 [N]."""
-        assert self.trunk is not None, "a shared critic reads the policy's hidden states"
-        found: torch.Tensor = self(packed_hidden_states(self.trunk, tokens)[tokens.before])
-        return found
 
 
 def value_loss(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import EngineFault
 from baton.policy.adapters import without_adapters
+from baton.policy.head import RequestedScores
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import TokenScores, compute_in, hidden_states, packed_scores, padded_scores
 from baton.policy.memory import sent
@@ -163,11 +164,7 @@ class Passes:
         scores include hidden states. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
         packed = inputs.packed
-        has_bonus = is_update and self.algorithm.entropy_coef > 0
-        wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
-        if packed is None:
-            is_shared = self.critic is not None and self.critic.trunk is None
-            wants["with_hidden"] = is_shared and model is self.model
+        wanted = RequestedScores(self.temperature, is_update, is_update and self.algorithm.entropy_coef > 0)
 
         def compute(whole: PreTrainedModel) -> TokenScores | torch.Tensor:
             if not self.parallel.pipeline.is_last:
@@ -176,26 +173,29 @@ class Passes:
                 return hidden_states(whole, inputs.input_ids[:, :-1])
             kept = inputs.sampling_masks(self.model.config.get_text_config().vocab_size)
             if packed is not None:
-                return packed_scores(whole, packed, kept=kept, **wants)  # type: ignore[arg-type]
-            return padded_scores(whole, inputs.input_ids, first=inputs.first, kept=kept, **wants)  # type: ignore[arg-type]
+                return packed_scores(whole, packed, wanted, kept)
+            return padded_scores(whole, inputs.input_ids, first=inputs.first, wanted=wanted, kept=kept)
 
         with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             found = self.parallel.run(model, compute, arrived)
             return _unpacked(inputs, found) if packed is not None and isinstance(found, TokenScores) else found
 
     def values(self, inputs: ModelInputs, scores: TokenScores) -> torch.Tensor:
-        """Return the critic's values [B, K]. A shared critic reads the hidden states of `scores`."""
+        """Return the critic's values [B, K], the value before each token. A shared critic reads the hidden states of
+        `scores`; a separate critic computes its own."""
         assert self.critic is not None
         packed = inputs.packed
 
         def read(critic: Critic) -> torch.Tensor:
             if critic.trunk is None:
                 assert scores.hidden is not None
-                found: torch.Tensor = critic(scores.hidden)
-                return found
-            if packed is not None:
-                return critic.of_packed(packed)
-            return critic.of_ids(inputs.input_ids, inputs.first)
+                hidden = scores.hidden
+            elif packed is not None:
+                hidden = packed_hidden_states(critic.trunk, packed)[packed.before]
+            else:
+                hidden = hidden_states(critic.trunk, inputs.input_ids[:, :-1])[:, inputs.first - 1 :]
+            found: torch.Tensor = critic(hidden)
+            return found
 
         with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             values = self.parallel.run(self.critic, read)

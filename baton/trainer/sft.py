@@ -105,5 +105,5 @@ def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSe
         is_target_BS[place, len(row.prompt_ids) : row.num_tokens] = True
     ids_BS, is_target_BS = ids_BS.to(model.device), is_target_BS.to(model.device)
     with compute_in(torch_dtype(settings.dtype, model.device), model.device):
-        logprobs_BK = padded_scores(model, ids_BS, first=first, temperature=1.0).logprobs
+        logprobs_BK = padded_scores(model, ids_BS, first=first).logprobs
     return -logprobs_BK[is_target_BS[:, first:]].sum(), ids_BS.numel()

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 import baton.policy.head as head
 from baton.cost.memory import RankShape, adapter_params, largest, rank_phases
 from baton.policy.adapters import add_adapters
+from baton.policy.head import RequestedScores
 from baton.policy.logprobs import checkpoint_activations, compute_in, padded_scores
 from baton.policy.settings import LoraSettings
 from baton.trainer.algorithm import AlgorithmSettings
@@ -174,7 +175,8 @@ def measure(case: Case) -> Peaks:
 
         def forward() -> Any:
             with compute_in(dtype, device):
-                return group.run(model, lambda m: padded_scores(m, ids, first=1, temperature=1.0, with_entropy=True))
+                wanted = RequestedScores(with_entropy=True)
+                return group.run(model, lambda m: padded_scores(m, ids, first=1, wanted=wanted))
 
         with live, ends_of_head(live) as ends:
             for parameter in learner.parameters.values():

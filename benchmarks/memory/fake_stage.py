@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import baton.policy.head as head
 from baton.cost.memory import RankShape, largest, rank_phases
+from baton.policy.head import RequestedScores
 from baton.policy.logprobs import checkpoint_activations, compute_in, hidden_states, padded_scores
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.memory import spec_of
@@ -77,7 +78,7 @@ def measure(case: Case) -> int:
         def compute(part: Any) -> torch.Tensor:
             if not is_last:
                 return hidden_states(part, ids[:, :-1])
-            return padded_scores(part, ids, first=1, temperature=1.0, with_entropy=True).logprobs.sum()
+            return padded_scores(part, ids, first=1, wanted=RequestedScores(with_entropy=True)).logprobs.sum()
 
         def forward(_: int, arrived: torch.Tensor | None) -> torch.Tensor:
             with compute_in(dtype, device):

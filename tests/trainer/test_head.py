@@ -63,8 +63,7 @@ def test_each_family_scores_as_its_own_forward_without_all_logits_at_once(name, 
     monkeypatch.setattr(head.Head, "shaped", lambda own, x: sizes.append(x.numel()) or original(own, x))
     set_max_logits(model, 3 * VOCAB)
     ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
-    wants = {"temperature": 0.7, "with_entropy": True, "entropy_has_gradient": True}
-    scores = padded_scores(model, ids, first=2, **wants)
+    scores = padded_scores(model, ids, first=2, wanted=WANTED)
     logprobs, entropy = by_the_models_own_forward(model, ids, 2)
     torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(scores.entropy.double(), entropy, atol=1e-4, rtol=1e-4)
@@ -115,7 +114,7 @@ def test_a_head_that_is_not_known_falls_back_to_the_models_own_forward_and_says_
         assert find_head(model) is None
     assert caplog.text.count("the head of Capped is not recognised") == 1
     ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
-    scores = padded_scores(model, ids, first=2, temperature=0.7, with_entropy=True)
+    scores = padded_scores(model, ids, first=2, wanted=RequestedScores(0.7, with_entropy=True))
     logprobs, entropy = by_the_models_own_forward(model, ids, 2)
     torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy.double(), entropy, atol=1e-5, rtol=1e-5)
@@ -206,7 +205,7 @@ def test_a_configuration_carries_the_dtype_of_the_head_to_checkpoints_and_worker
 def test_a_frozen_head_gets_no_gradient_and_hands_on_that_of_the_hidden_states():
     model = tiny_model(tie_word_embeddings=False)
     model.lm_head.weight.requires_grad_(False)
-    padded_scores(model, torch.tensor([[2, 3, 4]]), first=1, temperature=1.0).logprobs.sum().backward()
+    padded_scores(model, torch.tensor([[2, 3, 4]]), first=1).logprobs.sum().backward()
     assert model.lm_head.weight.grad is None
     assert model.model.norm.weight.grad.abs().max() > 0
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from trainer_cases import VOCAB, tiny_model
 
+from baton.policy.head import RequestedScores
 from baton.policy.logprobs import compute_in, padded_scores, prefer_float32_attention
 
 pytestmark = pytest.mark.numerics
@@ -25,7 +26,7 @@ def ids_BS():
 def test_they_equal_a_full_unpadded_forward(ids_BS, temperature, tied):
     model = tiny_model(tie_word_embeddings=tied)
     with torch.no_grad():
-        scores = padded_scores(model, ids_BS, first=FIRST, temperature=temperature, with_entropy=True)
+        scores = padded_scores(model, ids_BS, first=FIRST, wanted=RequestedScores(temperature, with_entropy=True))
         found, entropy = scores.logprobs, scores.entropy
     assert found.shape == entropy.shape == (3, 11 - FIRST)
     for row, length in enumerate(LENGTHS):
@@ -44,8 +45,8 @@ def test_what_the_padding_holds_changes_no_bit(ids_BS):
     for row, length in enumerate(LENGTHS):
         other[row, length:] = 33
     with torch.no_grad():
-        a = padded_scores(model, ids_BS, first=FIRST, temperature=1.0).logprobs
-        b = padded_scores(model, other, first=FIRST, temperature=1.0).logprobs
+        a = padded_scores(model, ids_BS, first=FIRST).logprobs
+        b = padded_scores(model, other, first=FIRST).logprobs
     for row, length in enumerate(LENGTHS):
         assert torch.equal(a[row, : length - FIRST], b[row, : length - FIRST])
 
@@ -61,15 +62,15 @@ def test_a_model_that_cannot_leave_logits_out_gives_the_same(ids_BS):
 
     model = tiny_model()
     with torch.no_grad():
-        a = padded_scores(model, ids_BS, first=FIRST, temperature=1.0).logprobs
-        b = padded_scores(Wrapped(model), ids_BS, first=FIRST, temperature=1.0).logprobs
+        a = padded_scores(model, ids_BS, first=FIRST).logprobs
+        b = padded_scores(Wrapped(model), ids_BS, first=FIRST).logprobs
     torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
 def test_bfloat16_is_close_and_its_attention_runs_in_float32(ids_BS, monkeypatch):
     model = tiny_model()
     with torch.no_grad():
-        exact = padded_scores(model, ids_BS, first=FIRST, temperature=1.0).logprobs
+        exact = padded_scores(model, ids_BS, first=FIRST).logprobs
     prefer_float32_attention(model)
     seen = []
     original = torch.nn.functional.scaled_dot_product_attention
@@ -80,7 +81,7 @@ def test_bfloat16_is_close_and_its_attention_runs_in_float32(ids_BS, monkeypatch
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     with compute_in(torch.bfloat16, torch.device("cpu")):
-        found = padded_scores(model, ids_BS, first=FIRST, temperature=1.0).logprobs
+        found = padded_scores(model, ids_BS, first=FIRST).logprobs
     assert seen == [torch.float32, torch.float32]
     assert found.dtype is torch.float32
     for row, length in enumerate(LENGTHS):

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from baton.errors import UserError
 from baton.policy import packing
-from baton.policy.head import find_head
+from baton.policy.head import RequestedScores, find_head
 from baton.policy.logprobs import compute_in, packed_scores, packs_as_it_pads, padded_scores
 from baton.policy.packing import PACKED, concatenated, prefer_packed_attention
 from baton.trainer import model_setup
@@ -55,7 +55,8 @@ def laid():
 
 def by_themselves(model, ids, temperature):
     with torch.no_grad():
-        rows = [padded_scores(model, row[None], first=1, temperature=temperature) for row in torch.split(ids, LENGTHS)]
+        wanted = RequestedScores(temperature)
+        rows = [padded_scores(model, row[None], first=1, wanted=wanted) for row in torch.split(ids, LENGTHS)]
     return torch.cat([row.logprobs[0] for row in rows])
 
 
@@ -67,7 +68,7 @@ def test_packed_equals_alone(make, packed_attention):
     expected = by_themselves(model, ids, 0.8)
     if packed_attention:
         prefer_packed_attention(model)
-    found = packed_scores(model, tokens, temperature=0.8, with_entropy=True)
+    found = packed_scores(model, tokens, RequestedScores(0.8, with_entropy=True))
     torch.testing.assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
     assert found.entropy.shape == found.logprobs.shape
     assert packs_as_it_pads(model)
@@ -85,7 +86,7 @@ def test_no_mask_of_all_tokens_by_all_tokens_is_made(monkeypatch):
         "sdpa_attention_forward",
         lambda m, q, k, v, mask, **kw: made.append(mask) or original(m, q, k, v, mask, **kw),
     )
-    packed_scores(model, tokens, temperature=1.0)
+    packed_scores(model, tokens)
     assert made == [None] * len(LENGTHS) * 2  # rows × layers
 
 
@@ -94,7 +95,7 @@ def test_in_bfloat16_it_is_close_and_attention_is_in_float32():
     expected = by_themselves(model, ids, 1.0)
     prefer_packed_attention(model)
     with compute_in(torch.bfloat16, torch.device("cpu")):
-        found = packed_scores(model, tokens, temperature=1.0).logprobs
+        found = packed_scores(model, tokens).logprobs
         assert packs_as_it_pads(model)
     assert 0 < (found - expected).abs().mean() < 0.05
 

@@ -17,7 +17,7 @@ from trainer_cases import SMOOTH, VOCAB, make_trainer, random_batch, tiny_model,
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.errors import EngineFault
-from baton.policy.head import find_head, set_max_logits
+from baton.policy.head import RequestedScores, find_head, set_max_logits
 from baton.policy.logprobs import padded_scores
 from baton.policy.sampling_masks import decoded
 from baton.rollout.engine import EngineSettings
@@ -117,13 +117,12 @@ def test_before_an_update_the_ratio_is_one_and_without_the_masks_it_is_not(packi
 
 FAMILIES = {"llama": {}, "gemma2": {"final_logit_softcapping": 5.0}, "cohere": {"logit_scale": 0.25}}
 """A plain head, one with a cap, one with a scale."""
-OPTIONS = [{"temperature": 1.0}, {"temperature": 0.7, "with_entropy": True, "entropy_has_gradient": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("wanted", [RequestedScores(), RequestedScores(0.7, True, True)])
 @pytest.mark.parametrize("max_logits", [2**24, 3 * VOCAB])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, max_logits: int, options: dict[str, Any]) -> None:
+def test_values_and_gradients_are_those_of_plain_torch(name: str, max_logits: int, wanted: RequestedScores) -> None:
     """Against −∞ at all other logits of the model's own forward, log_softmax and autograd, with one piece of logits and
     with several."""
     torch.manual_seed(0)
@@ -135,8 +134,8 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, max_logits: in
     is_kept = torch.rand(2, 6, VOCAB) < 0.2
     is_kept.scatter_(-1, ids_BS[:, 3:, None], True)
     masks = [np.flatnonzero(row).astype("<u2").tobytes() for row in is_kept.view(-1, VOCAB).numpy()]
-    found = padded_scores(model, ids_BS, first=3, kept=decoded(masks, VOCAB).view(2, 6, -1), **options)
-    logits = model(ids_BS[:, :-1]).logits[:, 2:].double() / options["temperature"]
+    found = padded_scores(model, ids_BS, first=3, wanted=wanted, kept=decoded(masks, VOCAB).view(2, 6, -1))
+    logits = model(ids_BS[:, :-1]).logits[:, 2:].double() / wanted.temperature
     table = logits.masked_fill(~is_kept, -math.inf).log_softmax(-1)
     logprobs = table.gather(-1, ids_BS[:, 3:, None])[..., 0]
     entropy = -(table.exp() * table.masked_fill(~is_kept, 0.0)).sum(-1)
@@ -157,10 +156,11 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, max_logits: in
 def test_a_model_whose_head_is_not_known_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ids_BS = torch.randint(2, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
     kept = decoded([np.array(sorted({4, 9, 33, int(i)}), "<u2").tobytes() for i in ids_BS[0, 2:]], VOCAB)[None]
+    wanted = RequestedScores(0.8, with_entropy=True)
     with torch.no_grad():
-        known = padded_scores(tiny_model(), ids_BS, first=2, temperature=0.8, with_entropy=True, kept=kept)
+        known = padded_scores(tiny_model(), ids_BS, first=2, wanted=wanted, kept=kept)
         monkeypatch.setattr("baton.policy.logprobs.find_head", lambda _: None)
-        unknown = padded_scores(tiny_model(), ids_BS, first=2, temperature=0.8, with_entropy=True, kept=kept)
+        unknown = padded_scores(tiny_model(), ids_BS, first=2, wanted=wanted, kept=kept)
     torch.testing.assert_close(unknown.logprobs, known.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(unknown.entropy, known.entropy, atol=1e-5, rtol=1e-5)
 

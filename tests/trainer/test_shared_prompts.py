@@ -18,6 +18,7 @@ from trainer_cases import (
 
 from baton.errors import UserError
 from baton.policy import logprobs, packing
+from baton.policy.head import RequestedScores
 from baton.policy.logprobs import packed_scores, packs_as_it_pads, padded_scores
 from baton.policy.packing import concatenated, pieces, prefer_packed_attention
 from baton.policy.settings import LoraSettings
@@ -85,17 +86,16 @@ def test_logprobs_and_gradients_equal_those_of_rows_with_their_own_prompt(make, 
     assert len(tokens.input_ids) == sum(prompts) + sum(map(sum, responses))
 
     weights, found = torch.randn(len(tokens.places)), []
+    wanted = RequestedScores(0.8, with_entropy=True, entropy_has_gradient=True)
     for is_shared in (False, True):
         model = make()
         if is_shared:
             prefer_packed_attention(model)
-            scores = packed_scores(model, tokens, temperature=0.8, with_entropy=True, entropy_has_gradient=True)
+            scores = packed_scores(model, tokens, wanted)
             found_logprobs, entropies = scores.logprobs, scores.entropy
         else:
             alone = [
-                padded_scores(
-                    model, row[None], first=first, temperature=0.8, with_entropy=True, entropy_has_gradient=True
-                )
+                padded_scores(model, row[None], first=first, wanted=wanted)
                 for row, first in zip(rows, prompt_lengths, strict=True)
             ]
             found_logprobs = torch.cat([scores.logprobs[0] for scores in alone])
@@ -120,7 +120,7 @@ def test_no_response_attends_to_another():
         ids[1, 5:8] = last
         tokens = concatenated(ids, is_scored, [5] * 4, [9] * 4, [4])
         with torch.no_grad():
-            found.append(packed_scores(model, tokens, temperature=1.0).logprobs.view(4, 4))
+            found.append(packed_scores(model, tokens).logprobs.view(4, 4))
     assert (found[0] - found[1])[1].abs().min() > 1e-4
     torch.testing.assert_close(found[0][[0, 2, 3]], found[1][[0, 2, 3]], atol=1e-6, rtol=0)
 

@@ -275,10 +275,10 @@ def test_the_stages_of_every_family_score_as_the_whole_model(family: str) -> Non
             assert find_head(model) is not None
         cut.arrived = arrived
         if stage:
-            found = padded_scores(model, ids, first=3, temperature=1.0).logprobs
+            found = padded_scores(model, ids, first=3).logprobs
         else:
             arrived = hidden_states(model, ids[:, :-1])
-    expected = padded_scores(whole, ids, first=3, temperature=1.0).logprobs
+    expected = padded_scores(whole, ids, first=3).logprobs
     assert found is not None
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
