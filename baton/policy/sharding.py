@@ -11,7 +11,7 @@ Gradients are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
@@ -160,14 +160,3 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 """Function that gathers a sharded tensor, given its name and this rank's shard. It returns the whole tensor on the
 ranks that need it."""
-
-
-def gathered(tensors: Mapping[str, torch.Tensor], gather: Gather, *, is_kept: bool) -> dict[str, torch.Tensor]:
-    """Gather tensors one after another. Ranks with `is_kept` get the gathered tensors in host memory; other ranks get
-    an empty dict. Collective: all ranks must pass the same names in the same order."""
-    found = {}
-    for name, tensor in tensors.items():
-        full = gather(name, tensor)
-        if is_kept:
-            found[name] = full.cpu()
-    return found

@@ -51,12 +51,7 @@ def as_published(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch
     def cast(name: str) -> torch.Tensor:
         return tensors[name].detach().to(dtypes[name], copy=True)
 
-    return dict(zip(tensors, in_order(cast, tensors, lambda name: tensor_bytes(tensors[name])), strict=True))
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's values in bytes."""
-    return tensor.numel() * tensor.element_size()
+    return dict(zip(tensors, in_order(cast, tensors, lambda name: tensors[name].nbytes), strict=True))
 
 
 def check_fit(
@@ -104,4 +99,4 @@ def identity(name: str, tensor: torch.Tensor) -> Identity:
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the digest of published weights, computed from the `identity` of each tensor."""
-    return identity_digest(in_order(lambda item: identity(*item), tensors.items(), lambda item: tensor_bytes(item[1])))
+    return identity_digest(in_order(lambda item: identity(*item), tensors.items(), lambda item: item[1].nbytes))

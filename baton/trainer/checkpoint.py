@@ -37,7 +37,7 @@ from baton.files import flush_to_disk, remove_directory, verify, writing
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
 from baton.policy.digest import identity_digest
 from baton.policy.load import open_weights, save_configuration
-from baton.policy.sharding import Gather, gathered, local
+from baton.policy.sharding import Gather, local
 from baton.policy.stored_tensors import (
     ModelWriter,
     StoredTensors,
@@ -77,17 +77,16 @@ def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is
     one tensor after another, and the first rank writes each tensor. Other ranks return "". Raises OSError.
     """
     tensors = trained_tensors(model)
-    layout = None if has_adapters(model) else file_layout(model)
-    if layout is None:
-        found = gathered(tensors, gather, is_kept=is_first)
-        if not is_first:
-            return ""
-        with writing(directory):
-            model.save_pretrained(directory, state_dict=dict(found))
-        return saved_digest(StoredTensors.of(found), model)
     if not is_first:
         write_gathered(tensors, None, gather)
         return ""
+    layout = None if has_adapters(model) else file_layout(model)
+    if layout is None:
+        found: dict[str, torch.Tensor] = {}
+        write_gathered(tensors, found.__setitem__, gather)
+        with writing(directory):
+            model.save_pretrained(directory, state_dict=dict(found))
+        return saved_digest(StoredTensors.of(found), model)
     with writing(directory):
         save_configuration(model, directory)
     with ModelWriter(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as files:
