@@ -13,7 +13,7 @@ from baton.trainer.parallel import messages
 from baton.trainer.trainer import PublishedWeights, Trainer
 from baton.types import Batch, PolicyVersion
 from baton.weights.direct.protocol import DirectRules
-from baton.weights.direct.remote import described
+from baton.weights.direct.remote import RemoteTensors
 from baton.weights.direct.stream import BUCKET_BYTES
 
 Answer = TypeVar("Answer")
@@ -89,7 +89,7 @@ class RankedTrainer(Trainer):
         if self.backend is not None:
             said = self._ask(messages.Describe(self.bucket_bytes), messages.Described)[0]
             self._version = said.version
-            return PublishedWeights(said.version, described(said.tensors, said.bucket_bytes))
+            return PublishedWeights(said.version, RemoteTensors(said.tensors, said.bucket_bytes))
         answer = self._ask(messages.Publish(), messages.Published)[0]
         self._version = answer.version
         return PublishedWeights.of_file(self._version, self._ranks.bring(answer.path), answer.digests)

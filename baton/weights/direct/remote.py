@@ -48,18 +48,12 @@ class RemoteTensors(dict[str, torch.Tensor]):
     """A version whose tensors are in the memory of the trainer's ranks. The values of this mapping are tensors on the
     meta device, which have only a shape and a dtype."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: tuple[int, ...]) -> None:
-        """`bucket_bytes`: size of each bucket that the ranks send, in bytes."""
-        super().__init__(tensors)
+    def __init__(self, specs: Mapping[str, tuple[str, tuple[int, ...]]], bucket_bytes: tuple[int, ...]) -> None:
+        """`specs`: name → dtype and shape, as rank 0 reports them. `bucket_bytes`: size of each bucket that the ranks
+        send, in bytes."""
+        for name, (dtype, shape) in specs.items():
+            self[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         self.bucket_bytes = bucket_bytes
-
-
-def described(tensors: Mapping[str, tuple[str, tuple[int, ...]]], bucket_bytes: tuple[int, ...]) -> RemoteTensors:
-    """Return a version with tensors of the dtypes and shapes that rank 0 reports."""
-    found = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (dtype, shape) in tensors.items()
-    }
-    return RemoteTensors(found, bucket_bytes)
 
 
 class RemoteVersion:
