@@ -8,12 +8,11 @@ from typing import Protocol
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES
 from baton.weights.storage import ByteReader, LocalStorage
-from baton.weights.store import Store
 
 
 class WeightsSource(Protocol):
-    """A source of versions: a shared directory, a bucket, the hub or a relay. Methods raise OSError or a BatonError on
-    failure. Every call has a deadline and limits the number of bytes that it accepts."""
+    """A source of versions: a `Store` that this machine can read, the hub or a relay. Methods raise OSError or a
+    BatonError on failure. Every call has a deadline and limits the number of bytes that it accepts."""
 
     name: str
     """Name of the source in error messages."""
@@ -25,20 +24,6 @@ class WeightsSource(Protocol):
 
     def chunk(self, digest: str, size: int) -> bytes:
         """Return the `size` bytes of the chunk with this digest."""
-
-
-class StoreSource:
-    """A store that this machine can read directly."""
-
-    def __init__(self, store: Store) -> None:
-        self.name, self.distance = store.name, 0
-        self._store = store
-
-    def manifest(self, version: PolicyVersion) -> bytes:
-        return self._store.read_manifest(version)
-
-    def chunk(self, digest: str, size: int) -> bytes:
-        return self._store.get_chunk(digest, size)
 
 
 class ChunkCache:

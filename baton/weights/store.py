@@ -37,7 +37,11 @@ _VERSION: Final = re.compile(r"versions/([A-Za-z0-9_-]{1,64})/([0-9]{9,16})(\.un
 
 
 class Store:
-    """A content-addressed store in a directory, or at any URL that fsspec opens. Safe to use from several threads."""
+    """A content-addressed store in a directory, or at any URL that fsspec opens. Safe to use from several threads. A
+    store is also the `WeightsSource` of a machine that can read the directory or the URL."""
+
+    distance = 0
+    """The nearest kind of source."""
 
     def __init__(self, where: str | Path) -> None:
         self.name = str(where)
@@ -67,7 +71,7 @@ class Store:
     def has(self, digest: str) -> bool:
         return self._place.size(_chunk_name(digest)) is not None
 
-    def get_chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
+    def chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
         """Return at most `size` + 1 unverified bytes of a chunk. Raises OSError if there is no such chunk."""
         return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))
 
@@ -98,7 +102,7 @@ class Store:
         absent. Raises WeightsFault when the store does not answer, because then it is unknown whether the version
         exists."""
         try:
-            data = self.read_manifest(PolicyVersion(lineage, number))
+            data = self.manifest(PolicyVersion(lineage, number))
         except FileNotFoundError:
             return None
         try:
@@ -107,14 +111,14 @@ class Store:
             return None
         return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
 
-    def read_manifest(self, version: PolicyVersion) -> bytes:
+    def manifest(self, version: PolicyVersion) -> bytes:
         """Return the unverified bytes of a version's manifest. Raises OSError if the version is not published."""
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
         """Return a reader of a version's unverified manifest. This call reads the whole manifest, because a longer
         manifest may replace the file while the reader is in use. Raises OSError if the version is not published."""
-        return ByteReader.of(self.read_manifest(PolicyVersion(lineage, number)))
+        return ByteReader.of(self.manifest(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
         """Return all published versions, sorted by lineage and number, without their digests."""

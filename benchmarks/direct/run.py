@@ -36,7 +36,6 @@ from baton.weights.direct.sender import DirectSender, GlooTransport  # noqa: E40
 from baton.weights.fetcher import Fetcher  # noqa: E402
 from baton.weights.publisher import Publisher  # noqa: E402
 from baton.weights.settings import WeightsSettings  # noqa: E402
-from baton.weights.sources import StoreSource  # noqa: E402
 from baton.weights.store import Store  # noqa: E402
 
 ROOT = Path(__file__).parent
@@ -107,7 +106,7 @@ def by_digest(tensors: dict[str, torch.Tensor]) -> Seconds:
 def by_store(tensors: dict[str, torch.Tensor]) -> Seconds:
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
-        publisher, fetcher = Publisher(store, WeightsSettings(keyframe_every=100)), Fetcher([StoreSource(store)])
+        publisher, fetcher = Publisher(store, WeightsSettings(keyframe_every=100)), Fetcher([store])
 
         def load(given: dict[str, torch.Tensor], number: int) -> None:
             fetcher.fetch(publisher.publish(given, PolicyVersion("b", number)).manifest.version, deadline_s=600.0)

@@ -45,7 +45,6 @@ from baton.weights.direct.settings import DirectTransfer  # noqa: E402
 from baton.weights.fetcher import Fetcher  # noqa: E402
 from baton.weights.publisher import Publisher  # noqa: E402
 from baton.weights.settings import WeightsSettings  # noqa: E402
-from baton.weights.sources import StoreSource  # noqa: E402
 from baton.weights.store import Store  # noqa: E402
 from benchmarks.direct.run import CHANGED, VERSIONS, Seconds, medians, timed  # noqa: E402
 
@@ -156,7 +155,7 @@ def _by_store(engine: Any) -> Iterator[Callable[[Tensors, int], None]]:
     """The path of workers: publish a delta into a directory, fetch and verify it, load it."""
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
-        publisher, fetcher = Publisher(store, WeightsSettings(keyframe_every=100)), Fetcher([StoreSource(store)])
+        publisher, fetcher = Publisher(store, WeightsSettings(keyframe_every=100)), Fetcher([store])
 
         def load(given: Tensors, number: int) -> None:
             host = {name: tensor.cpu() for name, tensor in given.items()}

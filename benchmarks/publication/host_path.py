@@ -106,7 +106,6 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, list[float]]:
     from baton.policy.tensors import weights_digest
     from baton.types import PolicyVersion
     from baton.weights.fetcher import Fetcher
-    from baton.weights.sources import StoreSource
     from baton.weights.store import Store
 
     torch.set_num_threads(1)
@@ -135,7 +134,7 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, list[float]]:
         with tempfile.TemporaryDirectory(dir=memory) as scratch:
             store = Store(f"{scratch}/store")
             publish = publishing(store, Path(scratch), timed)
-            follower = Fetcher([StoreSource(store)])
+            follower = Fetcher([store])
             tempfile.tempdir = scratch  # the follower's files
             for number, (tensors, digest) in enumerate(zip(versions, digests, strict=True)):
                 version = PolicyVersion("benchmark", number, digest)

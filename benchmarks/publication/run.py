@@ -38,7 +38,6 @@ from baton.weights.flat_buffer import flattened
 from baton.weights.manifest import encode_manifest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 from baton.weights.version_files import FlatFile
 
@@ -145,7 +144,7 @@ def measure(versions: list[dict[str, torch.Tensor]], *, with_others: bool = True
     with tempfile.TemporaryDirectory() as scratch:
         store = Store(scratch)
         publisher = Publisher(store, WeightsSettings(keyframe_every=10))
-        follower = Fetcher([StoreSource(store)])
+        follower = Fetcher([store])
         before: np.ndarray | None = None
         for number, tensors in enumerate(versions):
             version = PolicyVersion("benchmark", number, weights_digest(tensors))

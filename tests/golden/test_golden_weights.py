@@ -15,7 +15,6 @@ from baton.swarm.auth import TokenFile
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import decode_manifest, encode_manifest
-from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 from tests.golden.weights import FILE, TOKEN, digests, keys, published, versions
 
@@ -38,7 +37,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def test_versions_are_fetched_to_the_bit(tmp_path: Path) -> None:
     golden_store(tmp_path)
-    fetcher = Fetcher([StoreSource(Store(tmp_path))])
+    fetcher = Fetcher([Store(tmp_path)])
     kinds, codings = [], set()
     for version, wanted in versions().items():
         found = fetcher.fetch(version, deadline_s=60)

@@ -18,7 +18,6 @@ from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import Manifest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -106,7 +105,7 @@ def test_later_versions_do_not_wait_for_a_keyframe_whose_chunks_are_kept(run):
     publication.check()
     whole = store.find("run", HELD).whole
     assert all(store.has(chunk.digest) for chunk in whole.chunks)
-    fetched = Fetcher([StoreSource(store)]).fetch(version(HELD), deadline_s=DEADLINE_S)
+    fetched = Fetcher([store]).fetch(version(HELD), deadline_s=DEADLINE_S)
     assert torch.equal(fetched["weight"], weights(HELD)["weight"])
 
 

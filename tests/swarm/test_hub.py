@@ -156,10 +156,10 @@ def test_what_is_handed_out_is_what_was_published(bench):
     wait_until(lambda: bench.hub.members.want is not None, "a version")
     assert get(bench, "/model", bench.worker_token) == (200, MODEL)
     status, manifest = get(bench, f"/weights/manifest/{LINEAGE}/0", bench.worker_token)
-    assert (status, manifest) == (200, bench.store.read_manifest(version_of(0)))
+    assert (status, manifest) == (200, bench.store.manifest(version_of(0)))
     chunk = bench.store.find(LINEAGE, 0).chunks[0]
     assert get(bench, f"/weights/chunk/{chunk.digest}", bench.worker_token) == (
-        200, bench.store.get_chunk(chunk.digest)
+        200, bench.store.chunk(chunk.digest)
     )  # fmt: skip
     assert get(bench, f"/weights/manifest/{LINEAGE}/7", bench.worker_token)[0] == 404
     assert get(bench, "/health") == (200, b"ok"), "for anybody"

@@ -54,9 +54,9 @@ class Origin:
         self.asked[request.path] += 1
         await asyncio.sleep(0.05)  # so that several ask for the same meanwhile
         if rest[0] == "manifest":
-            body = self.store.read_manifest(PolicyVersion(rest[1], int(rest[2])))
+            body = self.store.manifest(PolicyVersion(rest[1], int(rest[2])))
         else:
-            body = self.store.get_chunk(rest[1])
+            body = self.store.chunk(rest[1])
             body = bytes([body[0] ^ 1]) + body[1:] if self.lies else body
         self.bytes_out += len(body)
         return web.Response(body=body)

@@ -23,7 +23,7 @@ from baton.weights.flat_buffer import flattened
 from baton.weights.manifest import decode_manifest, tensors_digest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.sources import ChunkCache, StoreSource
+from baton.weights.sources import ChunkCache
 from baton.weights.store import Store
 from baton.weights.version_files import FlatFile, TensorsOfFile, VersionFiles
 
@@ -42,13 +42,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def test_a_chain_of_versions_is_fetched_to_the_bit(density, dtype, steps, seed):
     with tempfile.TemporaryDirectory() as directory:
         run, number, tensors = Run(directory), 0, policy(seed, dtype)
-        follower = Fetcher([StoreSource(run.store)])
+        follower = Fetcher([run.store])
         for step in steps:
             run.publish(number, tensors)
             assert are_bit_equal(follower.fetch(run.version(number), deadline_s=60), tensors)
             number, tensors = number + step, changed(tensors, density, seed + number)
         for published in run.tensors:  # whoever joins has no version before
-            joiner = Fetcher([StoreSource(run.store)])
+            joiner = Fetcher([run.store])
             assert are_bit_equal(joiner.fetch(run.version(published), deadline_s=60), run.tensors[published])
 
 
@@ -61,7 +61,7 @@ def test_every_value_of_a_dtype_survives_next_to_any_other(tmp_path, dtype):
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         tensors = [torch.randint(low, high, (280,), generator=random, dtype=dtype) for _ in range(5)]
     run = Run(tmp_path)
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     for number, tensor in enumerate(tensors):
         run.publish(number, {"weight": tensor})
         assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), {"weight": tensor})
@@ -72,7 +72,7 @@ def test_payloads_of_nan_survive(tmp_path):
     before = torch.zeros(8, dtype=torch.bfloat16)
     after = torch.tensor([quiet, signalling, negative, 0x7FC0] * 2, dtype=torch.int16).view(torch.bfloat16)
     run = Run(tmp_path)
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     for number, tensor in enumerate((before, after, before)):
         run.publish(number, {"weight": tensor})
         assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), {"weight": tensor})
@@ -94,14 +94,14 @@ def test_tensors_larger_than_a_chunk_each_arrive_under_their_own_name(tmp_path):
     published = run.publish(0, tensors)
     assert len(published.manifest.chunks) > 4
     assert all(tensor.nbytes > 2 * run.settings.chunk_bytes for tensor in tensors.values())
-    assert are_bit_equal(Fetcher([StoreSource(run.store)]).fetch(run.version(0), deadline_s=60), tensors)
+    assert are_bit_equal(Fetcher([run.store]).fetch(run.version(0), deadline_s=60), tensors)
 
 
 def test_pieces_of_a_large_tensor_are_put_together(tmp_path):
     # 2,200,000 float32 elements are 8.8 MB: two parts, the second changed nowhere
     tensors = {"weight": torch.arange(2_200_000, dtype=torch.float32)}
     run = Run(tmp_path, chunk_mb=4.0)
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     run.publish(0, tensors)
     fetcher.fetch(run.version(0), deadline_s=60)
     after = {"weight": tensors["weight"].clone()}
@@ -122,7 +122,7 @@ def test_one_in_so_many_versions_can_be_had_whole_and_every_one_from_the_one_bef
 
 def test_who_follows_never_fetches_a_whole_version_and_who_joins_fetches_one(tmp_path):
     run = Run(tmp_path, keyframe_every=4)
-    follower = Fetcher([StoreSource(run.store)])
+    follower = Fetcher([run.store])
     run.chain(range(1))
     follower.fetch(run.version(0), deadline_s=60)
     followed = []
@@ -134,7 +134,7 @@ def test_who_follows_never_fetches_a_whole_version_and_who_joins_fetches_one(tmp
         assert chunks
         assert follower.last.num_bytes < 0.5 * sum(t.nbytes for t in run.tensors[0].values())
     assert followed == [1] * 8
-    joiner = Fetcher([StoreSource(run.store)])
+    joiner = Fetcher([run.store])
     joiner.fetch(run.version(7), deadline_s=60)
     assert joiner.last.num_steps == 4  # whole at 4, then 5, 6, 7
 
@@ -142,7 +142,7 @@ def test_who_follows_never_fetches_a_whole_version_and_who_joins_fetches_one(tmp
 def test_a_fetch_takes_the_way_of_the_fewest_bytes(tmp_path):
     run = Run(tmp_path, keyframe_every=100)
     run.chain(range(3), density=0.01)
-    late = Fetcher([StoreSource(run.store)])
+    late = Fetcher([run.store])
     late.fetch(run.version(0), deadline_s=60)
     assert are_bit_equal(late.fetch(run.version(2), deadline_s=60), run.tensors[2])
     assert late.last.num_steps == 2  # through 1
@@ -156,7 +156,7 @@ def test_a_fetch_takes_the_way_of_the_fewest_bytes(tmp_path):
 def test_going_back_and_fetching_again_are_harmless(tmp_path):
     run = Run(tmp_path)
     run.chain(range(6))
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     for number in (5, 5, 2, 3, 3, 0, 5):
         assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), run.tensors[number])
         assert fetcher.held == run.version(number)
@@ -171,7 +171,7 @@ def test_a_new_lineage_or_another_model_begins_whole(tmp_path):
     assert run.publisher.publish(run.tensors[1], second).manifest.base is None
     grown = run.tensors[1] | {"model.layers.1.weight": torch.ones(3)}
     assert run.publisher.publish(grown, version_of(grown, 3, "second")).manifest.base is None
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     fetcher.fetch(run.version(1), deadline_s=60)
     assert are_bit_equal(fetcher.fetch(second, deadline_s=60), run.tensors[1])
     assert are_bit_equal(fetcher.fetch(version_of(grown, 3, "second"), deadline_s=60), grown)
@@ -180,7 +180,7 @@ def test_a_new_lineage_or_another_model_begins_whole(tmp_path):
 def test_an_adapter_is_always_whole(tmp_path):
     run = Run(tmp_path)
     adapter = {f"model.q_proj.lora_{side}.weight": torch.randn(4, 8) for side in "AB"}
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     for number in range(3):
         published = run.publish(number, {name: tensor + number for name, tensor in adapter.items()})
         assert (published.manifest.kind, published.manifest.base) == ("adapter", None)
@@ -225,7 +225,7 @@ def test_a_publisher_that_starts_again_goes_on_with_a_whole_version(tmp_path):
 def test_workers_of_this_machine_map_one_file(tmp_path):
     shared = VersionFiles(tmp_path / "shared")
     publisher = Publisher(Store(tmp_path / "store"), WeightsSettings(), files=shared)
-    fetcher = Fetcher([StoreSource(Store(tmp_path / "store"))], shared=shared)
+    fetcher = Fetcher([Store(tmp_path / "store")], shared=shared)
     tensors, kept = policy(), []
     for number in range(4):
         publisher.publish(tensors, version_of(tensors, number))
@@ -249,7 +249,7 @@ def test_workers_of_this_machine_map_one_file(tmp_path):
 def test_a_version_that_is_held_already_needs_no_fetch_and_is_a_base(tmp_path):
     run = Run(tmp_path, keyframe_every=100)
     run.chain(range(2), density=0.01)
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     with pytest.raises(WeightsFault, match="the tensors are not those of version 0"):
         fetcher.hold(run.version(0), run.tensors[1])
     fetcher.hold(run.version(0), run.tensors[0])
@@ -262,9 +262,9 @@ def test_any_filesystem_will_do():
     run.chain(range(6))
     other = Store("memory://bucket/of/a/run")
     assert latest(other) == run.version(5)
-    assert are_bit_equal(Fetcher([StoreSource(other)]).fetch(run.version(5), deadline_s=60), run.tensors[5])
+    assert are_bit_equal(Fetcher([other]).fetch(run.version(5), deadline_s=60), run.tensors[5])
     assert other.collect([run.version(5)], keep=1) > 0
-    assert are_bit_equal(Fetcher([StoreSource(other)]).fetch(run.version(5), deadline_s=60), run.tensors[5])
+    assert are_bit_equal(Fetcher([other]).fetch(run.version(5), deadline_s=60), run.tensors[5])
 
 
 def test_a_cache_keeps_the_newest_chunks_within_its_size_also_when_it_is_opened_again(tmp_path):
@@ -288,7 +288,7 @@ def test_the_elements_of_a_tensor_may_change_while_it_is_published_later(tmp_pat
     publisher.publish(tensors, version_of(tensors, 0))
     words(tensors["model.norm.weight"])[:] += 1
     published = publisher.publish(tensors, version_of(tensors, 1))
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     fetcher.fetch(run.version(0), deadline_s=60)
     assert published.density == 32 / 3397
     assert are_bit_equal(fetcher.fetch(version_of(tensors, 1), deadline_s=60), tensors)
@@ -297,7 +297,7 @@ def test_the_elements_of_a_tensor_may_change_while_it_is_published_later(tmp_pat
 def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_stored(tmp_path):
     run = Run(tmp_path, keyframe_every=1)
     run.publish(0, policy())
-    follower, seen, bodies = Fetcher([StoreSource(run.store)]), [], []
+    follower, seen, bodies = Fetcher([run.store]), [], []
     follower.fetch(run.version(0), deadline_s=60)
     tensors = changed(policy(), 0.05, 1)
     version = version_of(tensors, 1)
@@ -314,7 +314,7 @@ def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_store
     assert decode_manifest(body.read(0, body.size)).version == version
     run.store.collect([version], keep=1)
     assert run.store.find("first", 1).kind == "anchor"
-    joiner = Fetcher([StoreSource(run.store)])
+    joiner = Fetcher([run.store])
     assert are_bit_equal(joiner.fetch(version, deadline_s=60), tensors)
     assert joiner.last.num_steps == 1
     assert run.store.find("first", 0) is None
@@ -360,7 +360,7 @@ def test_the_digests_of_the_writer_of_a_file_are_published_and_a_file_that_diffe
     publisher.publish(tensors, version_of(policy(), 0))
     for shared in (None, VersionFiles(tmp_path / "shared")):
         with pytest.raises(WeightsFault, match="tensors have another digest"):
-            Fetcher([StoreSource(run.store)], shared=shared).fetch(version_of(policy(), 0), deadline_s=60)
+            Fetcher([run.store], shared=shared).fetch(version_of(policy(), 0), deadline_s=60)
     tensors.digests = dict.fromkeys(tensors, "0" * 64)
     with pytest.raises(WeightsFault, match=r"cannot publish version 1 .*: its tensors have the digest"):
         publisher.publish(tensors, version_of(policy(), 1))
@@ -372,7 +372,7 @@ def test_the_digests_of_the_writer_of_a_file_are_published_and_a_file_that_diffe
 def test_a_fetch_reuses_the_file_before_the_last_unless_a_tensor_of_it_is_in_use(tmp_path):
     run = Run(tmp_path, keyframe_every=100)
     run.chain(range(8), density=0.01)
-    fetcher, name = Fetcher([StoreSource(run.store)]), "model.norm.weight"
+    fetcher, name = Fetcher([run.store]), "model.norm.weight"
     kept = fetcher.fetch(run.version(0), deadline_s=60)[name]
     for number in (1, 2, 3):
         fetcher.fetch(run.version(number), deadline_s=60)

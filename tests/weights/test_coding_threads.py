@@ -20,7 +20,6 @@ from baton.weights.delta import decode, encode
 from baton.weights.fetcher import Fetcher
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
 CODED = [
@@ -125,7 +124,7 @@ def stored(root: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> dic
     store = Store(root)
     publisher, follower = (
         Publisher(store, WeightsSettings(chunk_mb=1.0, keyframe_every=2)),
-        Fetcher([StoreSource(store)]),
+        Fetcher([store]),
     )
     for number, tensors in enumerate(versions()):
         cast = as_published(tensors, dict.fromkeys(tensors, torch.bfloat16))
@@ -133,7 +132,7 @@ def stored(root: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> dic
         publisher.publish(cast, version)
         found = follower.fetch(version, deadline_s=60)
         assert all(torch.equal(found[name], tensor) for name, tensor in cast.items())
-        joined = Fetcher([StoreSource(store)]).fetch(version, deadline_s=60)  # from the keyframe
+        joined = Fetcher([store]).fetch(version, deadline_s=60)  # from the keyframe
         assert all(torch.equal(joined[name], tensor) for name, tensor in cast.items())
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weights_cases import Run, are_bit_equal, changed, latest
 
 from baton.weights.fetcher import Fetcher
-from baton.weights.sources import ChunkCache, StoreSource
+from baton.weights.sources import ChunkCache
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -36,7 +36,7 @@ def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, 
         tensors = {"weight": torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()}
         run.publish(0, tensors)
         number = 0
-        workers = [Fetcher([StoreSource(run.store)]) for _ in range(3)]
+        workers = [Fetcher([run.store]) for _ in range(3)]
         wanted = [0, 0, 0]
         for action, value in actions:
             if action == "publish":
@@ -49,13 +49,13 @@ def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, 
             elif action == "restart":
                 again = Run(directory, keyframe_every=keyframe_every)
                 run.store, run.publisher = again.store, again.publisher
-                workers = [Fetcher([StoreSource(run.store)]) for _ in range(3)]
+                workers = [Fetcher([run.store]) for _ in range(3)]
             else:
                 had = [worker.held for worker in workers if worker.held is not None]
                 live = [*had, *(run.version(want) for want in wanted)]
                 run.store.collect(live, keep=value)
                 for version in [*live, run.version(number)]:
-                    joiner = Fetcher([StoreSource(run.store)])
+                    joiner = Fetcher([run.store])
                     assert are_bit_equal(joiner.fetch(version, deadline_s=60), run.tensors[version.number])
         run.store.collect([], keep=1)
         left = run.store.versions()
@@ -111,7 +111,7 @@ def test_a_damaged_marker_marks_nothing(tmp_path):
 def test_a_thousand_publications_and_fetches_leave_files_memory_and_descriptors_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("baton.weights.storage.flush_to_disk", lambda path: None)  # two thousand of them take seconds
     run = Run(tmp_path / "store", keyframe_every=10)
-    fetcher, cache = Fetcher([StoreSource(run.store)]), ChunkCache(tmp_path / "cache", max_bytes=3000)
+    fetcher, cache = Fetcher([run.store]), ChunkCache(tmp_path / "cache", max_bytes=3000)
     tensors = {"embed": torch.randn(20, 10).bfloat16(), "norm": torch.ones(7).bfloat16()}
     measured = []
     for number in range(1000):
@@ -119,7 +119,7 @@ def test_a_thousand_publications_and_fetches_leave_files_memory_and_descriptors_
         run.publish(number, tensors)
         found = fetcher.fetch(run.version(number), deadline_s=60)
         for chunk in run.store.find("first", number).chunks:
-            cache.put(chunk.digest, run.store.get_chunk(chunk.digest))
+            cache.put(chunk.digest, run.store.chunk(chunk.digest))
         run.store.collect([run.version(number)], keep=5)
         if number % 100 == 99:  # just before a version that can be had whole: the longest chain
             assert are_bit_equal(found, tensors)

@@ -18,7 +18,7 @@ from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import BufferPart, Chunk, Encoding, Manifest, decode_manifest, encode_manifest
 from baton.weights.publisher import Publisher
-from baton.weights.sources import ChunkCache, StoreSource
+from baton.weights.sources import ChunkCache
 from baton.weights.storage import LocalStorage
 from baton.weights.store import Store
 from baton.weights.version_files import VersionFiles
@@ -32,7 +32,7 @@ def flipped(data: bytes) -> bytes:
 
 def swapped(run: Run):
     """Every chunk is answered with the same other one of the version."""
-    other = run.store.get_chunk(run.store.find("first", 0).chunks[0].digest)
+    other = run.store.chunk(run.store.find("first", 0).chunks[0].digest)
     return lambda data: other
 
 
@@ -77,7 +77,7 @@ def test_a_bad_chunk_names_its_source_and_the_old_version_is_held(run, fault):
     assert fetcher.last.bad_sources == (set() if fault == "omitted" else {"relay 7"})
     # with a good source beside it, the fetch goes through, and the bad one is asked no more than once
     bad.asked = 0
-    fetcher = holding(run, [bad, StoreSource(run.store)])
+    fetcher = holding(run, [bad, run.store])
     assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
     assert fault == "omitted" or bad.asked <= 1
 
@@ -89,12 +89,12 @@ def test_a_bad_manifest_names_its_source_and_the_old_version_is_held(run, twist)
     with pytest.raises(WeightsFault, match="relay 7"):
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher)
-    fetcher = holding(run, [bad, StoreSource(run.store)])
+    fetcher = holding(run, [bad, run.store])
     assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
 
 
 def test_the_manifest_of_another_version_is_refused(run):
-    other = run.store.read_manifest(run.version(1))
+    other = run.store.manifest(run.version(1))
     fetcher = holding(run, [Twisted(run.store, "relay 7", manifest=lambda data: other)])
     with pytest.raises(
         WeightsFault, match=r"relay 7: refused the manifest of version 2 .* the source sent the manifest of version 1"
@@ -120,7 +120,7 @@ def test_chunks_that_make_other_tensors_are_the_manifests_fault(run):
     assert still_holds(run, fetcher, 1)
     assert fetcher.last.bad_sources == {"relay 7"}
     for _ in range(16):  # sources are asked in random order
-        fetcher = Fetcher([liar, StoreSource(run.store)])
+        fetcher = Fetcher([liar, run.store])
         fetcher.hold(run.version(1), run.tensors[1])
         assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
 
@@ -134,7 +134,7 @@ def test_a_delta_from_another_base_is_refused_and_out_of_order_is_put_in_order(r
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher)
     # who holds 0 and asks for 2 first gets 1 on the way, and asking for 1 afterwards is no harm
-    fetcher = holding(run, [StoreSource(run.store)])
+    fetcher = holding(run, [run.store])
     assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
     assert fetcher.last.num_steps == 2
     assert are_bit_equal(fetcher.fetch(run.version(1), deadline_s=60), run.tensors[1])
@@ -142,14 +142,14 @@ def test_a_delta_from_another_base_is_refused_and_out_of_order_is_put_in_order(r
 
 def test_who_holds_another_version_of_the_same_number_begins_whole(run):
     other = changed(run.tensors[1], 0.5, 77)
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     fetcher.hold(version_of(other, 1), other)
     assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
     assert fetcher.last.num_steps == 3  # 0 whole, then 1 and 2
 
 
 def test_a_version_that_is_not_published_is_not_had(run):
-    fetcher = holding(run, [StoreSource(run.store)])
+    fetcher = holding(run, [run.store])
     for want in (PolicyVersion("first", 9, "0" * 64), PolicyVersion("first", 2, "0" * 64), PolicyVersion("../x", 1)):
         with pytest.raises(WeightsFault):
             fetcher.fetch(want, deadline_s=60)
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_within_a_version_is_one_error_and_leaves_no_file(r
 
 
 def test_a_fetch_onto_a_full_disk_leaves_the_held_version_and_succeeds_later(run, monkeypatch):
-    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher = Fetcher([run.store])
     fetcher.fetch(run.version(1), deadline_s=60)
     fills_up(monkeypatch, 1)
     with pytest.raises(StorageFault, match="No space left on device"):
@@ -303,14 +303,14 @@ def test_a_publisher_that_dies_at_any_write_leaves_the_old_version_and_a_new_one
             monkeypatch.undo()
         store = Store(tmp_path / str(at))
         assert latest(store) == run.version(0)
-        assert are_bit_equal(Fetcher([StoreSource(store)]).fetch(run.version(0), deadline_s=60), policy())
+        assert are_bit_equal(Fetcher([store]).fetch(run.version(0), deadline_s=60), policy())
         # the next process: what the dead one left goes, and the same version can be published
         store.collect([], keep=1)
         left = [path for path in (tmp_path / str(at)).rglob("*") if path.is_file()]
         assert len(left) == 1 + len({chunk.digest for chunk in store.find("first", 0).chunks})
         again = Publisher(store, run.settings)
         again.publish(tensors, version_of(tensors, 1))
-        follower = Fetcher([StoreSource(store)])
+        follower = Fetcher([store])
         assert are_bit_equal(follower.fetch(version_of(tensors, 1), deadline_s=60), tensors)
         at += 1
     assert deaths == len(calls) >= 2  # a chunk and the manifest at least
@@ -324,7 +324,7 @@ def test_a_publisher_that_failed_goes_on_from_what_it_last_published(run, monkey
     monkeypatch.undo()
     later = changed(tensors, 0.1, 6)
     assert run.publish(4, later).manifest.base == run.version(2)
-    fetcher = holding(run, [StoreSource(run.store)], 2)
+    fetcher = holding(run, [run.store], 2)
     assert are_bit_equal(fetcher.fetch(run.version(4), deadline_s=60), later)
 
 
@@ -332,7 +332,7 @@ def test_a_publisher_that_failed_goes_on_from_what_it_last_published(run, monkey
 
 
 def test_every_cut_and_every_flip_of_a_manifest_is_refused_or_changes_nothing_that_is_vouched_for(run):
-    good = run.store.read_manifest(run.version(2))
+    good = run.store.manifest(run.version(2))
     manifest = decode_manifest(good)
     for size in range(len(good)):
         with pytest.raises(WeightsFault):
@@ -375,7 +375,7 @@ def test_every_cut_and_every_flip_of_a_manifest_is_refused_or_changes_nothing_th
     ],
 )
 def test_a_manifest_that_does_not_fit_together_is_refused(run, field, value, said):
-    good = run.store.read_manifest(run.version(2))
+    good = run.store.manifest(run.version(2))
     with pytest.raises(WeightsFault, match=said):
         decode_manifest(replaced(good, **{field: value}))
 
@@ -409,7 +409,7 @@ def test_coded_parts_that_nobody_wrote_end_in_a_fault_or_in_a_wrong_digest(run):
     """Chunks of the right digest whose content is noise or cut: the manifest's source is at fault each time."""
     random_ = random.Random(0)
     manifest = run.store.find("first", 2)
-    coded = b"".join(run.store.get_chunk(chunk.digest) for chunk in manifest.delta.chunks)
+    coded = b"".join(run.store.chunk(chunk.digest) for chunk in manifest.delta.chunks)
     for round_ in range(60):
         data = bytearray(coded)
         for _ in range(1 + round_ % 3):

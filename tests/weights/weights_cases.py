@@ -14,7 +14,6 @@ from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
 from baton.weights.publisher import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
 Tensors = dict[str, torch.Tensor]
@@ -95,7 +94,7 @@ class Run:
             tensors = changed(tensors, density, seed=number)
 
 
-class Twisted(StoreSource):
+class Twisted(Store):
     """A source that hands out chunks, or manifests, that a function has been at."""
 
     def __init__(
@@ -105,7 +104,7 @@ class Twisted(StoreSource):
         chunk: Callable[[bytes], bytes] = lambda data: data,
         manifest: Callable[[bytes], bytes] = lambda data: data,
     ) -> None:
-        super().__init__(store)
+        super().__init__(store.name)
         self.name = name
         self.asked = 0
         self._chunk, self._manifest = chunk, manifest

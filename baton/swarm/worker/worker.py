@@ -41,7 +41,6 @@ from baton.swarm.worker.session import CONNECT_DEADLINE_S, Command, Prepare, Wor
 from baton.swarm.worker.weights_updater import WeightsUpdater
 from baton.types import Abort, Lease, PolicyVersion
 from baton.types import FromWorker as FromEngine
-from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
 GOODBYE_S = 10.0
@@ -105,7 +104,7 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=kept) as self._http,
             aiohttp.ClientSession(connector=once) as self._websockets,
         ):
-            near = [StoreSource(Store(self._options.store))] if self._options.store else []
+            near = [Store(self._options.store)] if self._options.store else []
             self._updater = WeightsUpdater(self._source, near, self._on_weights, self._options.say)
             try:
                 while not self._is_leaving.is_set():
