@@ -59,10 +59,6 @@ class RayRanks:
             self.close()
             raise
 
-    @property
-    def size(self) -> int:
-        return len(self._specs)
-
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         data = self._cluster.ray.put(encode(message))  # once, so that Ray sends it to each machine once
         futures = [actor.handle.remote(data) for actor in self._actors]

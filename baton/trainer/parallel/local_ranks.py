@@ -55,10 +55,6 @@ class LocalRanks:
             self.close()
             raise
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         deadline_s = time.monotonic() + timeout_s
         answers: dict[int, FromRank] = {}

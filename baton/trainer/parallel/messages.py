@@ -270,9 +270,6 @@ FAULT_GRACE_S = 10.0
 class Ranks(Protocol):
     """Transport of requests to all ranks, and of their answers."""
 
-    @property
-    def size(self) -> int: ...
-
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         """Send a request to all ranks and return their answers in rank order, including Faults.
 
