@@ -190,8 +190,8 @@ def cut(
         chunks += [[IDLE_ROW]] * (max(map(len, by_rank)) - len(chunks))
         if shares_prompts:
             shared = first_fit(kind, max_tokens_per_microbatch, shares_prompts=True)
-            separate = sum(cost(c, share.even_tokens, multiples, is_packed=is_packed) for c in chunks)
-            if sum(cost(c, share.even_tokens, shares_prompts=True) for c in shared) < separate:
+            separate = sum(cost(c, share, multiples, is_packed=is_packed) for c in chunks)
+            if sum(cost(c, share, shares_prompts=True) for c in shared) < separate:
                 found += [pad(c, device, multiples, has_gradient=has_gradient, shares_prompts=True) for c in shared]
                 continue
         found += [pad(chunk, device, multiples, has_gradient=has_gradient, is_packed=is_packed) for chunk in chunks]
@@ -279,7 +279,7 @@ def prompt_of(row: TrainingSample) -> tuple[int, ...]:
 
 def cost(
     chunk: Sequence[TrainingSample],
-    even_tokens: float = math.inf,
+    share: BatchShare = ALONE,
     multiples: tuple[int, int] = ANY_SHAPE,
     *,
     is_packed: bool = False,
@@ -290,28 +290,24 @@ def cost(
     for each row).
 
     Attention over a whole row skips the query-key pairs above the diagonal. Attention of responses to a shared prompt
-    computes all pairs. `even_tokens`: row length at which attention costs as much as the linear layers.
+    computes all pairs. `share.even_tokens` determines the cost of attention.
     """
-
-    def of_row(length: int) -> float:
-        return length * (1.0 + length / even_tokens)
-
     if not shares_prompts:
         sizes = [len(row.token_ids) for row in chunk]
         if not is_packed:
             sizes = [round_up(max(sizes), multiples[1])] * round_up(len(sizes), multiples[0])
-        return PASS_TOKENS + sum(map(of_row, sizes))
+        return PASS_TOKENS + sum(map(share.cost, sizes))
     total = float(PASS_TOKENS + ROW_TOKENS * len(chunk))
     for prompt, group in groupby(chunk, key=prompt_of):
         lengths = [len(row.token_ids) - len(prompt) for row in group]
         if len(lengths) == 1:
-            total += of_row(len(prompt) + lengths[0])
+            total += share.cost(len(prompt) + lengths[0])
             continue
-        total += of_row(len(prompt)) + sum(lengths)
+        total += share.cost(len(prompt)) + sum(lengths)
         for piece in pieces(lengths):
             longest = max(lengths[piece])
             mask = longest * (len(prompt) + longest)
-            total += math.inf if mask > MAX_MASK else 2.0 * len(lengths[piece]) * mask / even_tokens
+            total += math.inf if mask > MAX_MASK else 2.0 * len(lengths[piece]) * mask / share.even_tokens
     return total
 
 

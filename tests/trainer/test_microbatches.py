@@ -141,12 +141,13 @@ def test_parts_of_groups_hold_every_row_once_within_the_budget(groups, budget):
 
 def test_the_cost_counts_tokens_and_pairs_by_hand():
     rows = [prompted(60, 95, 1) for _ in range(8)]
+    share = BatchShare(even_tokens=1000.0)
     assert cost(rows) == PASS_TOKENS + 8 * 95
     shared = PASS_TOKENS + 8 * ROW_TOKENS + 60 + 8 * 35
     assert cost(rows, shares_prompts=True) == shared
     pairs = 60 * 60 / 2 + 8 * 35 * 95  # the upper half of a mask is skipped only in a whole row
-    assert cost(rows, 1000.0, shares_prompts=True) == pytest.approx(shared + pairs * 2 / 1000.0)
-    assert cost(rows, 1000.0) == pytest.approx(PASS_TOKENS + 8 * (95 + 95 * 95 / 1000.0))
+    assert cost(rows, share, shares_prompts=True) == pytest.approx(shared + pairs * 2 / 1000.0)
+    assert cost(rows, share) == pytest.approx(PASS_TOKENS + 8 * (95 + 95 * 95 / 1000.0))
     assert cost([rows[0], prompted(60, 61, 1)], multiples=(8, 16)) == PASS_TOKENS + 8 * 96
     assert cost([rows[0], prompted(60, 61, 1)], is_packed=True) == PASS_TOKENS + 95 + 61
     assert cost([prompted(1, 10_000, 1)] * 2, shares_prompts=True) == math.inf  # a mask of 1e8 entries
