@@ -50,7 +50,6 @@ _LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
 
 Coding = Literal["same", "sparse", "dense", "full"]
-Kind = Literal["anchor", "delta", "adapter"]
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -124,14 +123,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def delta(self) -> Encoding | None:
         return next((way for way in self.ways if way.base is not None), None)
-
-    @property
-    def kind(self) -> Kind:
-        """Return "adapter" for an adapter, "anchor" for a version with a whole encoding (a keyframe), or "delta" for a
-        version with only a delta."""
-        if self.is_adapter:
-            return "adapter"
-        return "delta" if self.whole is None else "anchor"
 
     @property
     def base(self) -> PolicyVersion | None:

@@ -116,7 +116,7 @@ def test_one_in_so_many_versions_can_be_had_whole_and_every_one_from_the_one_bef
     run = Run(tmp_path, keyframe_every=4)
     run.chain(range(1, 10))
     manifests = [run.store.find("first", number) for number in range(1, 10)]
-    assert [m.kind for m in manifests] == ["anchor", *["delta"] * 3, "anchor", *["delta"] * 3, "anchor"]
+    assert [m.whole is not None for m in manifests] == [True, *[False] * 3, True, *[False] * 3, True]
     assert [None if m.base is None else m.base.number for m in manifests] == [None, *range(1, 9)]
 
 
@@ -183,7 +183,7 @@ def test_an_adapter_is_always_whole(tmp_path):
     fetcher = Fetcher([run.store])
     for number in range(3):
         published = run.publish(number, {name: tensor + number for name, tensor in adapter.items()})
-        assert (published.manifest.kind, published.manifest.base) == ("adapter", None)
+        assert (published.manifest.is_adapter, published.manifest.base) == (True, None)
         assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), run.tensors[number])
         assert fetcher.last.num_steps == 1
 
@@ -303,17 +303,17 @@ def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_store
     version = version_of(tensors, 1)
 
     def when_stored() -> None:
-        seen.append((run.store.find("first", 1).kind, run.store.find("first", 1).expects_whole))
+        seen.append((run.store.find("first", 1).whole is not None, run.store.find("first", 1).expects_whole))
         assert are_bit_equal(follower.fetch(version, deadline_s=60), tensors)
         run.store.collect([version], keep=1)  # must not keep this manifest in memory
         bodies.append(run.store.manifest_body("first", 1))
 
     run.publisher.publish(tensors, version, when_stored=when_stored)
-    assert seen == [("delta", True)]
+    assert seen == [(False, True)]
     (body,) = bodies  # a reader that had begun before the manifest was replaced gets one whole manifest
     assert decode_manifest(body.read(0, body.size)).version == version
     run.store.collect([version], keep=1)
-    assert run.store.find("first", 1).kind == "anchor"
+    assert run.store.find("first", 1).whole is not None
     joiner = Fetcher([run.store])
     assert are_bit_equal(joiner.fetch(version, deadline_s=60), tensors)
     assert joiner.last.num_steps == 1
