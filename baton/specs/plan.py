@@ -255,7 +255,7 @@ def read_plan(path: Path) -> Plan:
         raise UserError(f"there is no plan {path}: `baton plan … --out {path}` writes one")
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=Plan)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a plan: {error}") from error
     if plan.format != FORMAT:
         raise UserError(f"{path}: format: got {plan.format}, this Baton reads {FORMAT}")

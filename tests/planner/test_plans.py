@@ -165,6 +165,9 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match=r"other.json is not a plan: .*cluster"):
         read_plan(tmp_path / "other.json")
+    (tmp_path / "other.json").write_bytes((tmp_path / "plan.json").read_bytes().replace(b"Fast", b"F\xe4st"))
+    with pytest.raises(UserError, match=r"other.json is not a plan: .*utf-8"):
+        read_plan(tmp_path / "other.json")
     with pytest.raises(UserError, match="there is no plan"):
         read_plan(tmp_path / "none.json")
 

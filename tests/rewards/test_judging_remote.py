@@ -43,6 +43,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.close()
             case ["gibberish"]:
                 self.wfile.write(b"I am not HTTP\r\n\r\n")
+            case ["latin"]:
+                self._say(200, b'{"reward": "\xe9"}')
             case ["busy", status]:
                 self._say(int(status) if count < 3 else 200, "0.5")
             case ["slow"]:
@@ -56,11 +58,12 @@ class Handler(BaseHTTPRequestHandler):
             case [status, *rest]:
                 self._say(int(status), "/".join(rest))
 
-    def _say(self, status: int, text: str) -> None:
+    def _say(self, status: int, text: str | bytes) -> None:
+        body = text.encode() if isinstance(text, str) else text
         self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -123,6 +126,7 @@ def test_a_remote_judge_is_told_everything(url: str) -> None:
         ("404/no such judge", FailureCause.RAISED, "refused with status 404: 'no such judge'"),
         ("200/<html>", FailureCause.MALFORMED, "answered '<html>', which is not JSON"),
         ("200/", FailureCause.MALFORMED, "answered '', which is not JSON"),
+        ("latin", FailureCause.MALFORMED, "which is not JSON"),
         ("200/null", FailureCause.MALFORMED, "returned None (NoneType), which is not a number"),
         ('200/"1.0"', FailureCause.MALFORMED, "returned '1.0' (str), which is not a number"),
         ("200/[1]", FailureCause.MALFORMED, "returned [1] (list), which is not a number"),
