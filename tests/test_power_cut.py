@@ -141,6 +141,7 @@ def build(wanted: Recipe) -> Scripted:
     judge.warnings.take.return_value = judge.warnings.stepped.return_value = []
     nothing: Any = None
     return Scripted(
+        recipe=wanted,
         run=run,
         lock=lock,
         stream=source,  # type: ignore[arg-type]
@@ -153,10 +154,6 @@ def build(wanted: Recipe) -> Scripted:
         save_checkpoint=checkpoint_writer(wanted, run, trainer),
         metrics=metrics,
         observer=watcher,  # type: ignore[arg-type]
-        rollout=wanted.rollout,
-        eval=wanted.eval,
-        checkpoint=wanted.checkpoint,
-        num_steps=STEPS,
         state=point.state,
         last_checkpoint=point.checkpoint,
         predictions=RunPredictions(path, None),

@@ -295,6 +295,7 @@ def build_loop(
             recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes
         )
         loop = Loop(
+            recipe=recipe,
             run=run,
             lock=lock,
             stream=stream,
@@ -309,11 +310,6 @@ def build_loop(
             save_checkpoint=save_checkpoint,
             metrics=metrics,
             observer=observer,
-            rollout=recipe.rollout,
-            eval=recipe.eval,
-            checkpoint=recipe.checkpoint,
-            num_steps=recipe.run.steps,
-            publish_every=recipe.swarm.publish_every,
             state=place.state,
             last_checkpoint=place.checkpoint,
             stop=stop,

@@ -24,7 +24,7 @@ from baton.errors import (
     UserError,
 )
 from baton.files import STORAGE_ERRORS
-from baton.recipe.sections import CheckpointSettings, EvalSettings
+from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation, evaluation_metrics
 from baton.records.journal import Journal, OpenGroup, StreamCursor
 from baton.records.metrics import MetricsWriter
@@ -38,7 +38,6 @@ from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
 from baton.rollout.episodes import EpisodeSetup
 from baton.rollout.scheduler_state import StepCounts
-from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import WorkerTransport
 from baton.run.device_sharing import DeviceSharing
 from baton.run.evaluation import Evaluator
@@ -131,6 +130,7 @@ class RunBatches(BatchRecords):
 class Loop:
     """The parts of a run, and the run's state between train steps."""
 
+    recipe: Recipe
     run: RunDirectory
     lock: RunLock
     """Lock of the run's directory; `close` releases it."""
@@ -149,15 +149,9 @@ class Loop:
     checkpoint."""
     metrics: MetricsWriter
     observer: Observer
-    rollout: RolloutSettings
-    eval: EvalSettings
-    checkpoint: CheckpointSettings
-    num_steps: int
     state: LoopState
     episodes: EpisodeSetup | None = None
     """Setup of multi-turn episodes; None if no task is multi-turn."""
-    publish_every: int = 1
-    """Train steps between publications; above 1 only with a swarm."""
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
     turns: DeviceSharing | None = None
@@ -186,8 +180,8 @@ class Loop:
             trainer=self.trainer,
             journal=self.journal,
             records=RunBatches(self.run, self.journal, self.stream, self.controller, self.observer.said),
-            num_steps=self.num_steps,
-            publishes=lambda step: step % self.publish_every == 0 or self._is_evaluated(step),
+            num_steps=self.recipe.run.steps,
+            publishes=lambda step: step % self.recipe.swarm.publish_every == 0 or self._is_evaluated(step),
             step=state.step,
             cursor=StreamCursor(state.next_group_id, state.position),
             clock=self.clock,
@@ -198,7 +192,7 @@ class Loop:
     @property
     def is_complete(self) -> bool:
         """True if all train steps and the last evaluation are complete."""
-        return self.state.step >= self.num_steps and not self._lacks_evaluation()
+        return self.state.step >= self.recipe.run.steps and not self._lacks_evaluation()
 
     def train(self) -> list[Evaluation]:
         """Run from the current state to the last train step, and return the results of the last evaluation.
@@ -248,14 +242,15 @@ class Loop:
             self.steps.publish()
             if self._lacks_evaluation():
                 results = self._evaluated()
-            while self.state.step < self.num_steps:
+            while self.state.step < self.recipe.run.steps:
                 self.stop.check()
                 self._step()
                 if self.unwritten is not None and self.unwritten[1].done():
                     self._finish_saving()
                 if self._is_evaluated(self.state.step):
                     results = self._evaluated()
-                if self.state.step == self.num_steps or self.state.step % self.checkpoint.every == 0:
+                is_last = self.state.step == self.recipe.run.steps
+                if is_last or self.state.step % self.recipe.checkpoint.every == 0:
                     self._save()
         except Stopped:
             self._save()
@@ -338,12 +333,13 @@ class Loop:
         """Return True if an evaluation is due after the current step, but was prevented by a stop."""
         step = self.state.step
         if step == 0:
-            return self.eval.enabled and self.eval.at_start
+            return self.recipe.eval.enabled and self.recipe.eval.at_start
         return self._is_evaluated(step) and all(e.step != step for e in self.run.evaluations())
 
     def _is_evaluated(self, step: int) -> bool:
-        is_due = step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
-        return self.eval.enabled and is_due
+        every = self.recipe.eval.every
+        is_due = step == self.recipe.run.steps or bool(every and step % every == 0)
+        return self.recipe.eval.enabled and is_due
 
     def _catch_up(self) -> None:
         """Repair a journal whose last entries are lost: record the groups of the checkpoint's batches as consumed."""
@@ -371,7 +367,7 @@ class Loop:
         self.metrics.flush()
         write = self.save_checkpoint(self.state)
         self.saved_step = step
-        if self.checkpoint.background:
+        if self.recipe.checkpoint.background:
             self.unwritten = step, self.writer.submit(write)
         else:
             self._written(step, write())
@@ -414,17 +410,18 @@ class Loop:
         if rows:  # 0 if another process recorded the batch or earlier steps generated it
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
-        if self.rollout.mode == "async":
+        if self.recipe.rollout.mode == "async":
             values["time/generate_hidden"] = hidden_s
             values["perf/overlap"] = hidden_s / max(1e-9, hidden_s + waited["generate"])
         return values
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the current version, sampled and greedy; write and return the results."""
-        longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
-        ways = [SamplingParams(longest, self.eval.temperature, stop=self.rollout.stop)]
-        if self.eval.greedy:
-            ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
+        settings, stop = self.recipe.eval, self.recipe.rollout.stop
+        longest = settings.max_new_tokens or self.recipe.rollout.max_new_tokens
+        ways = [SamplingParams(longest, settings.temperature, stop=stop)]
+        if settings.greedy:
+            ways.append(SamplingParams(longest, 0.0, stop=stop))
         results: list[Evaluation] = []
         impression: list[str] = []
         recorded: dict[Source, list[Group]] = {}
