@@ -124,16 +124,18 @@ def checkpoint_writer(
 
     def write(state: LoopState) -> SavedCheckpoint:
         path = checkpoint_path(run.checkpoints, state.step)
-        with atomic_directory(path, before_rename=run.check_held) as directory:
-            if staged is None:
-                trainer.save(directory)
-            else:
-                _copy_files(staged / "checkpoint", directory)
-            with writing(directory / LOOP_STATE):
-                (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
-            seal(directory)
-        if staged is not None:
-            shutil.rmtree(staged)
+        try:
+            with atomic_directory(path, before_rename=run.check_held) as directory:
+                if staged is None:
+                    trainer.save(directory)
+                else:
+                    _copy_files(staged / "checkpoint", directory)
+                with writing(directory / LOOP_STATE):
+                    (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
+                seal(directory)
+        finally:  # a snapshot that could not be written must not stay in the host's memory either
+            if staged is not None:
+                shutil.rmtree(staged, ignore_errors=True)
         prune_checkpoints(run.checkpoints, keep, keep_step=state.best_step)
         return SavedCheckpoint(path, checkpoint_step(list_checkpoints(run.checkpoints)[-keep:][0]))
 

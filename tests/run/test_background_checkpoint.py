@@ -100,6 +100,7 @@ def test_a_checkpoint_has_the_state_of_its_step_and_its_groups_stay_until_it_is_
 def test_a_failure_to_write_is_raised_before_the_next_checkpoint_and_the_last_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = staged()
     loop = in_background(tmp_path)
     seal = resume.seal
 
@@ -113,6 +114,7 @@ def test_a_failure_to_write_is_raised_before_the_next_checkpoint_and_the_last_on
         loop.train()
     loop.close()
     assert steps_of(loop) == [2]
+    assert staged() == before
     monkeypatch.setattr(resume, "seal", seal)
     again = in_background(tmp_path)
     assert again.state.step == 2
