@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -27,10 +28,12 @@ class WeightsSource(Protocol):
 
 
 class ChunkCache:
-    """A cache of chunks on this machine's disk. Above `max_bytes`, the oldest chunks are removed."""
+    """A cache of chunks on this machine's disk. Above `max_bytes`, the oldest chunks are removed. Several threads may
+    use it."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._place, self._max_bytes = LocalStorage(directory), max_bytes
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         """File name → size in bytes, oldest first."""
         for name in self._place.names("chunks"):
@@ -55,9 +58,10 @@ class ChunkCache:
         """Store a chunk, after removing the oldest chunks if necessary. Raises StorageFault when the disk is full."""
         if len(data) > self._max_bytes:
             return
-        self._shrink(len(data))
-        self._place.write(f"chunks/{digest}", data)
-        self._sizes[f"chunks/{digest}"] = len(data)
+        with self._lock:
+            self._shrink(len(data))
+            self._place.write(f"chunks/{digest}", data)
+            self._sizes[f"chunks/{digest}"] = len(data)
 
     def _shrink(self, wanted: int) -> None:
         """Remove the oldest chunks until `wanted` more bytes fit."""

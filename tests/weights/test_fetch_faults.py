@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,21 @@ def test_a_full_disk_of_a_cache_keeps_the_chunks_that_it_has(tmp_path, monkeypat
     assert (cache.get("a" * 64), cache.get("b" * 64)) == (b"first", None)
     cache.put("b" * 64, b"second")
     assert cache.get("b" * 64) == b"second"
+
+
+def test_a_cache_that_is_filled_by_several_threads_never_outgrows_its_limit(tmp_path, monkeypatch):
+    cache, remove, both = ChunkCache(tmp_path, 10), LocalStorage.remove, threading.Barrier(2)
+    cache.put("a" * 64, bytes(10))
+
+    def slow(self: LocalStorage, name: str) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(1.0)  # for another thread that removes the same chunk
+        remove(self, name)
+
+    monkeypatch.setattr(LocalStorage, "remove", slow)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda letter: cache.put(letter * 64, bytes(10)), "bc"))
+    assert len(list((tmp_path / "chunks").iterdir())) == 1
 
 
 def test_the_operating_systems_no_space_left_is_named(tmp_path, monkeypatch):
