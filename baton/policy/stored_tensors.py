@@ -1,7 +1,7 @@
 """Reads any part of the tensors in safetensors files, and writes such files tensor by tensor.
 
     files ─▶ StoredTensors ─ fill ─▶ a tensor, or this rank's shard of it       nothing else is read
-    a tensor, or its shards ─ gathered one by one ─▶ TensorFile or ModelWriter   nothing else is copied
+    a tensor, or its shards ─ gathered one by one ─▶ TensorFile, `model_files`  nothing else is copied
 
 A stored tensor is named as in the model's `state_dict` and consists of pieces. A piece is a shard that a rank wrote, or
 a tensor of a model file, such as one expert of a layer.
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -331,54 +331,46 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with writing(self._path):
             self._file.close()
 
 
-class ModelWriter:
-    """The weight files of a model, written tensor by tensor, in the form that transformers reads."""
+@contextmanager
+def model_files(
+    directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[Callable[[str, torch.Tensor], None]]:
+    """Create the weight files of a model, in the form that transformers reads, and, if there are several, their index.
+    Yield the function (name, tensor) that writes a tensor of the model. `layout`: the pieces of each tensor. Raises
+    OSError, as the yielded function does."""
+    groups: list[dict[str, Spec]] = [{}]
+    size = total = 0
+    for name, pieces in layout.items():
+        for piece in pieces:
+            num_bytes = prod(piece.shape) * dtypes[name].itemsize
+            total += num_bytes
+            if groups[-1] and size + num_bytes > MAX_FILE_BYTES:
+                groups.append({})
+                size = 0
+            size += num_bytes
+            groups[-1][piece.name] = dtypes[name], piece.shape
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{place:05}-of-{len(groups):05}.safetensors" for place in range(1, len(groups) + 1)]
+        where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+        index = directory / "model.safetensors.index.json"
+        with writing(index):
+            index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+    with ExitStack() as opened:
+        files: dict[str, TensorFile] = {}
+        for name, group in zip(names, groups, strict=True):
+            files |= dict.fromkeys(group, opened.enter_context(TensorFile(directory / name, group)))
 
-    def __init__(
-        self, directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        """`layout`: the pieces of each tensor. Creates the weight files and, if there are several, their index. Raises
-        OSError."""
-        self._layout = layout
-        groups: list[dict[str, Spec]] = [{}]
-        size = total = 0
-        for name, pieces in layout.items():
-            for piece in pieces:
-                num_bytes = prod(piece.shape) * dtypes[name].itemsize
-                total += num_bytes
-                if groups[-1] and size + num_bytes > MAX_FILE_BYTES:
-                    groups.append({})
-                    size = 0
-                size += num_bytes
-                groups[-1][piece.name] = dtypes[name], piece.shape
-        names = ["model.safetensors"]
-        if len(groups) > 1:
-            names = [f"model-{place:05}-of-{len(groups):05}.safetensors" for place in range(1, len(groups) + 1)]
-            where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-            index = directory / "model.safetensors.index.json"
-            with writing(index):
-                index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-        self._files = [TensorFile(directory / name, group) for name, group in zip(names, groups, strict=True)]
-        self._where = {key: file for file, group in zip(self._files, groups, strict=True) for key in group}
+        def put(name: str, tensor: torch.Tensor) -> None:
+            for piece in layout[name]:
+                files[piece.name].put(piece.name, tensor[piece.box].reshape(piece.shape))
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor of the model. Raises OSError."""
-        for piece in self._layout[name]:
-            self._where[piece.name].put(piece.name, tensor[piece.box].reshape(piece.shape))
-
-    def __enter__(self) -> ModelWriter:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for file in self._files:
-            file.__exit__(*error)
+        yield put
 
 
 def write_gathered(

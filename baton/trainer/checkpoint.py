@@ -39,10 +39,10 @@ from baton.policy.digest import identity_digest
 from baton.policy.load import open_weights, save_configuration
 from baton.policy.sharding import Gather, local
 from baton.policy.stored_tensors import (
-    ModelWriter,
     StoredTensors,
     TensorFile,
     file_layout,
+    model_files,
     write_gathered,
     write_own_shards,
 )
@@ -89,8 +89,9 @@ def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is
         return saved_digest(StoredTensors.of(found), model)
     with writing(directory):
         save_configuration(model, directory)
-    with ModelWriter(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as files:
-        return identity_digest(write_gathered(tensors, files.put, gather))
+    with model_files(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as put:
+        identities = write_gathered(tensors, put, gather)
+    return identity_digest(identities)
 
 
 def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Gather, *, is_first: bool) -> None:

@@ -18,12 +18,12 @@ from baton.policy import stored_tensors
 from baton.policy.digest import identity_digest
 from baton.policy.load import load_empty, load_model, open_weights
 from baton.policy.stored_tensors import (
-    ModelWriter,
     ReadAtAccess,
     StoredTensors,
     TensorFile,
     file_layout,
     fill_model,
+    model_files,
     stored_model,
     write_gathered,
 )
@@ -147,8 +147,8 @@ def test_a_model_written_tensor_by_tensor_has_the_files_of_transformers(
         monkeypatch.setattr(stored_tensors, "MAX_FILE_BYTES", limit)
         (tmp_path / name).mkdir()
         model.config.save_pretrained(tmp_path / name)
-        with ModelWriter(tmp_path / name, layout, dtypes) as files:
-            written = write_gathered(tensors, files.put, lambda _, tensor: tensor)
+        with model_files(tmp_path / name, layout, dtypes) as put:
+            written = write_gathered(tensors, put, lambda _, tensor: tensor)
         assert identity_digest(written) == weights_digest(tensors)
         found = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
