@@ -96,8 +96,8 @@ class Watcher:
 class Scripted(Loop):
     """A loop without evaluations."""
 
-    def evaluate(self) -> list[Any]:
-        return []
+    def evaluate(self) -> None:
+        """Do nothing."""
 
 
 class Later:

@@ -194,18 +194,17 @@ class Loop:
         """True if all train steps and the last evaluation are complete."""
         return self.state.step >= self.recipe.run.steps and not self._lacks_evaluation()
 
-    def train(self) -> list[Evaluation]:
-        """Run from the current state to the last train step, and return the results of the last evaluation.
+    def train(self) -> None:
+        """Run from the current state to the last train step, or until `stop` is requested.
 
-        Returns earlier if `stop` is requested. Raises TrainingDiverged and StorageFault, which name the last good
-        checkpoint. If the process is killed, a resume repeats the steps after the last checkpoint, and removes or
-        overwrites the records of these steps.
+        Raises TrainingDiverged and StorageFault, which name the last good checkpoint. If the process is killed, a
+        resume repeats the steps after the last checkpoint, and removes or overwrites the records of these steps.
         """
         # freeze the 400,000 objects of imported modules, because a full garbage collection in a step would visit them
         # for 0.3 s. No collection runs before the freeze, because it would also take 0.3 s
         gc.freeze()
         try:
-            return self._train()
+            self._train()
         except OSError as error:
             self.has_failed = True
             if error.errno not in STORAGE_ERRORS:
@@ -232,23 +231,22 @@ class Loop:
             f"with --resume; {self._way_back()}"
         )
 
-    def _train(self) -> list[Evaluation]:
+    def _train(self) -> None:
         self._catch_up()
-        results: list[Evaluation] = []
         try:
             with self.stop.interrupting():
                 isolation = self.judge.start()
             self._warn([isolation] if isolation else [])
             self.steps.publish()
             if self._lacks_evaluation():
-                results = self._evaluated()
+                self._evaluate_and_save()
             while self.state.step < self.recipe.run.steps:
                 self.stop.check()
                 self._step()
                 if self.unwritten is not None and self.unwritten[1].done():
                     self._finish_saving()
                 if self._is_evaluated(self.state.step):
-                    results = self._evaluated()
+                    self._evaluate_and_save()
                 is_last = self.state.step == self.recipe.run.steps
                 if is_last or self.state.step % self.recipe.checkpoint.every == 0:
                     self._save()
@@ -264,17 +262,15 @@ class Loop:
                     f"workers have not reported all tokens; a resumed run generates the missing tokens again: {error}"
                 )
             self.journal.settle()
-        return results
 
-    def _evaluated(self) -> list[Evaluation]:
+    def _evaluate_and_save(self) -> None:
         """Evaluate the current policy version, and save a checkpoint if the accuracy is the best so far."""
         best = self.state.best_step
-        results = self.evaluate()
+        self.evaluate()
         if self.state.best_step != best:
             # save again even if this step has a checkpoint, because that checkpoint names an earlier step as the best
             self.saved_step = -1
             self._save()
-        return results
 
     def close(self) -> None:
         """Stop the workers and the trainer, and close all files. If `train` has raised an error, this error takes
@@ -415,8 +411,8 @@ class Loop:
             values["perf/overlap"] = hidden_s / max(1e-9, hidden_s + waited["generate"])
         return values
 
-    def evaluate(self) -> list[Evaluation]:
-        """Evaluate the current version, sampled and greedy; write and return the results."""
+    def evaluate(self) -> None:
+        """Evaluate the current version, sampled and greedy, and write the results."""
         settings, stop = self.recipe.eval, self.recipe.rollout.stop
         longest = settings.max_new_tokens or self.recipe.rollout.max_new_tokens
         ways = [SamplingParams(longest, settings.temperature, stop=stop)]
@@ -451,7 +447,6 @@ class Loop:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
         self.observer.evaluated(self.state.step, results)
         self._warn([*self.judge.warnings.take(f"evaluation after step {self.state.step}"), *impression])
-        return results
 
     def _warn(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
