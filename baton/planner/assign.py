@@ -6,7 +6,6 @@ from collections.abc import Container, Sequence
 
 import msgspec
 
-from baton.planner.pools import Pools
 from baton.planner.problem import AssignmentProblem
 from baton.specs.cluster import Cluster
 
@@ -31,12 +30,6 @@ class _Request(msgspec.Struct, frozen=True):
     is_training: bool
     index: int
     """For a stage, its index within its pool. For a replica, the index of its shape in `AssignmentProblem.columns`."""
-
-
-def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
-    """Return the pools that train, in the order of the pipeline: the fastest GPU type is last."""
-    used = [k for k, count in enumerate(stages) if count]
-    return sorted(used, key=lambda k: (pools.pools[k].place.gpu.flops, pools.pools[k].name))
 
 
 def seat(
@@ -83,7 +76,7 @@ def seat(
                 seated.append((request.index, tuple(gpu for group in found for gpu in group)))
         idle += [(k, f"{name}:{gpu}") for name, left in zip(names, free, strict=True) for gpu in left]
     used = [0] * len(pools.pools) if row is None else table.stages[row].tolist()
-    order = [(k, s) for k in pipeline_order(pools, used) for s in range(used[k])]
+    order = [(k, s) for k in pools.pipeline_order(range(len(used))) for s in range(used[k])]
     stages = tuple((k, tuple(staged[k, s])) for k, s in order)
     is_mixed = row is not None and bool(table.is_mixed[row])
     return GpuAssignment(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle), is_mixed)

@@ -24,13 +24,12 @@ from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs, with_table
 from baton.planner.pools import GpuPool
-from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, tensor_widths
+from baton.planner.problem import AssignmentProblem, Floats, Ints, TrainTable, sync_table, tensor_widths
 from baton.planner.training_shapes import (
     CROSSING_STAGES,
     MAX_CROSSED,
     Shapes,
     evaluated,
-    merged_table,
     pipeline_orders,
     stage_link,
 )
@@ -359,7 +358,6 @@ def _realise(
                 stage, tp = family.stages[place][rows], family.tp[place][rows]
                 shapes.append(Shapes(stage, tp, np.minimum(groups[place] + spare[place], family.most[place][rows])))
             tables.append(evaluated(inputs.model, inputs.work, problem.pools, list(family.order), shapes))
-    table = merged_table(problem.pools, tables, is_complete=True)
-    richer = with_table(inputs, problem, table)
+    richer = with_table(inputs, problem, TrainTable.joined(tables, is_complete=True))
     found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
     return None if found is None else (richer, found)

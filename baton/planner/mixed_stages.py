@@ -18,8 +18,8 @@ import numpy as np
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs, mixed_pools, with_table
-from baton.planner.problem import AssignmentProblem, Ints
-from baton.planner.training_shapes import MAX_MIXED, merged_table, mixed_rows
+from baton.planner.problem import AssignmentProblem, Ints, TrainTable
+from baton.planner.training_shapes import MAX_MIXED, mixed_rows
 
 
 def with_mixed_stages(
@@ -34,12 +34,12 @@ def with_mixed_stages(
         return problem, best
     every = -(-count // MAX_MIXED)
     tables = [
-        rows
+        table
         for order, first, second in pairs
-        for rows in mixed_rows(inputs.model, inputs.work, problem.pools, order, first[::every], second[::every])
+        for table in mixed_rows(inputs.model, inputs.work, problem.pools, order, first[::every], second[::every])
     ]
     is_complete = every == 1 and (best is not None or problem.table.is_complete)
-    table = merged_table(problem.pools, tables, is_complete=is_complete)
+    table = TrainTable.joined(tables, is_complete=is_complete)
     table = table.take(problem.sync_bound_s + table.time_s < ceiling_s)
     richer = with_table(inputs, problem, table)
     found, bound_s = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)

@@ -10,7 +10,7 @@ import numpy as np
 
 from baton.cost.memory import rank_phases, stage_bytes
 from baton.cost.train import in_flight, rank_of, rank_speeds, stage_terms
-from baton.planner.assign import GpuAssignment, pipeline_order, seat
+from baton.planner.assign import GpuAssignment, seat
 from baton.planner.exact import Solution
 from baton.planner.exact import solution as selected
 from baton.planner.instance import Inputs
@@ -18,7 +18,7 @@ from baton.planner.links import faster_seats, parts_of, used_pools
 from baton.planner.pools import Pools
 from baton.planner.problem import AssignmentProblem, Floats, replica_columns, sync_table
 from baton.planner.replicas import rounded_shares
-from baton.planner.training_shapes import LayerBalance, Shapes, balanced, evaluated, merged_table
+from baton.planner.training_shapes import LayerBalance, Shapes, balanced, evaluated
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica, Stage, Training
 
 
@@ -48,11 +48,10 @@ def _on_pools(
     """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
     candidate. Also return the solution of this problem."""
     table, model, work = problem.table, inputs.model, inputs.work
-    order = pipeline_order(pools, table.stages[solution.row].tolist())
+    order = pools.pipeline_order(np.flatnonzero(table.stages[solution.row]).tolist())
     parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]
     size, is_mixed = int(table.shard_size[solution.row]), bool(table.is_mixed[solution.row])
-    rows = evaluated(model, work, pools, order, parts, size, is_mixed=is_mixed)
-    only = merged_table(pools, [rows], is_complete=table.is_complete)
+    only = evaluated(model, work, pools, order, parts, size, is_mixed=is_mixed)
     own = msgspec.structs.replace(
         problem,
         pools=pools,
@@ -140,7 +139,7 @@ def filled_s(tokens: float, speed: Floats, pause: Floats) -> float:
 def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
     """Return the training side of a plan."""
     table, pools = problem.table, problem.pools
-    order = pipeline_order(pools, table.stages[row])
+    order = pools.pipeline_order(np.flatnonzero(table.stages[row]).tolist())
     if inputs.rates is not None:
         return _rated_training(inputs, problem, row, seats)
     parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]

@@ -13,7 +13,7 @@ each uses a multiple of g GPUs of a node.) The condition does not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -65,6 +65,10 @@ class Pools(msgspec.Struct, frozen=True):
     bytes_per_s: tuple[tuple[float, ...], ...]
     """[pools, pools] bandwidth between nodes of two pools; on the diagonal, between two nodes of the pool."""
     view: View
+
+    def pipeline_order(self, used: Iterable[int]) -> list[int]:
+        """Return these pools in the order of a pipeline: the fastest GPU type is last."""
+        return sorted(used, key=lambda k: (self.pools[k].place.gpu.flops, self.pools[k].name))
 
     @property
     def publish_bytes_per_s(self) -> NDArray[np.float64]:

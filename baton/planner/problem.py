@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -78,10 +79,12 @@ class TrainTable(msgspec.Struct, frozen=True):
     def take(self, rows: Ints | NDArray[np.bool_]) -> TrainTable:
         return TrainTable(**{key: each[rows] for key, each in self._arrays().items()}, is_complete=self.is_complete)
 
-    def joined(self, other: TrainTable) -> TrainTable:
-        """Return the table with the candidates of `other` appended."""
-        both = {key: np.concatenate([own, other._arrays()[key]]) for key, own in self._arrays().items()}
-        return TrainTable(**both, is_complete=self.is_complete)
+    @classmethod
+    def joined(cls, tables: Sequence[TrainTable], *, is_complete: bool) -> TrainTable:
+        """Return a table with the candidates of all `tables`, in order."""
+        arrays = [table._arrays() for table in tables]
+        joined = {key: np.concatenate([each[key] for each in arrays]) for key in arrays[0]}
+        return cls(**joined, is_complete=is_complete)
 
     def _arrays(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in self.__struct_fields__ if key != "is_complete"}

@@ -15,17 +15,16 @@ import msgspec
 import numpy as np
 
 from baton.errors import UserError
-from baton.planner.assign import pipeline_order
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.exact import Solution, solution, solve_exact
 from baton.planner.instance import Inputs, make_problem, with_table
 from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe
-from baton.planner.problem import AssignmentProblem, Ints
+from baton.planner.problem import AssignmentProblem, Ints, TrainTable
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.reward_stage import stage_choices
 from baton.planner.solve import restricted, solve
-from baton.planner.training_shapes import Shapes, evaluated, merged_table
+from baton.planner.training_shapes import Shapes, evaluated
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan, RewardStage
 
@@ -171,12 +170,12 @@ def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan)
         k is not None and stage.dp <= pools[k].num_gpus for k, stage in parts.items()
     ):
         return problem
-    order = pipeline_order(problem.pools, [int(k in parts) for k in range(len(pools))])
+    order = problem.pools.pipeline_order(k for k in parts if k is not None)
     shapes = [Shapes.of(1, 1, parts[k].dp) for k in order]
     size = running.training.shard_size
-    rows = evaluated(inputs.model, inputs.work, problem.pools, order, shapes, size, is_mixed=True)
-    table = merged_table(problem.pools, [rows], is_complete=True)
-    return with_table(inputs, problem, problem.table.joined(table))
+    mixed = evaluated(inputs.model, inputs.work, problem.pools, order, shapes, size, is_mixed=True)
+    table = TrainTable.joined([problem.table, mixed], is_complete=problem.table.is_complete)
+    return with_table(inputs, problem, table)
 
 
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:

@@ -52,11 +52,6 @@ SATURATED_SHAPES = 3
 """If there are too many shapes to evaluate all: number of shapes to try for a pool whose GPUs all train."""
 
 
-Rows = tuple[Ints, Ints, Ints, Floats, Floats, Ints, NDArray[np.bool_]]
-"""(stages, tp, dp, times, shares of the layers, shard size, whether it is a mixed stage); stages, tp, dp and shares are
-[candidates, pools], the others [candidates]."""
-
-
 class Shapes(msgspec.Struct, frozen=True):
     """Shapes of the part of a pipeline on one pool. Each array is [candidates]."""
 
@@ -116,25 +111,17 @@ def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: 
         count = float(np.prod([float(len(part)) for part in parts]))
         is_complete &= count <= MAX_SHAPES
         tables += [evaluated(model, work, pools, order, each) for each in _combined(parts, count, pools, order)]
-    return merged_table(pools, tables, is_complete=is_complete)
+    return TrainTable.joined(tables, is_complete=is_complete)
 
 
 def pipeline_orders(pools: Pools, most: int) -> list[list[int]]:
     """Return the sets of pools that a pipeline may use, each in the order of the pipeline."""
     count = len(pools.pools)
     return [
-        sorted(subset, key=lambda k: (pools.pools[k].place.gpu.flops, pools.pools[k].name))
+        pools.pipeline_order(subset)
         for size in range(1, min(most, count) + 1)
         for subset in combinations(range(count), size)
     ]
-
-
-def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> TrainTable:
-    """Concatenate results of `evaluated` into one table."""
-    merged = [np.concatenate(arrays) for arrays in zip(*tables, strict=True)]
-    train_overhead = max(pool.place.efficiency.train_overhead_s for pool in pools.pools)
-    stages, tp, dp, time_s, shares, shard_size, is_mixed = merged
-    return TrainTable(stages, tp, dp, time_s + train_overhead, shares, is_complete, shard_size, is_mixed)
 
 
 def mixed_orders(pools: Pools) -> list[list[int]]:
@@ -145,7 +132,7 @@ def mixed_orders(pools: Pools) -> list[list[int]]:
 
 def mixed_rows(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], first: Ints, second: Ints
-) -> Iterator[Rows]:
+) -> Iterator[TrainTable]:
     """Yield the mixed stages with `first` and `second` ranks on two pools. In the first result, all ranks share one
     copy of the model; in the later results, each group of ranks on a machine has its own copy. The size of these groups
     is the largest power of two that divides both numbers of ranks and fits into a machine.
@@ -236,7 +223,7 @@ def evaluated(
     shard_size: int | None = None,
     *,
     is_mixed: bool = False,
-) -> Rows:
+) -> TrainTable:
     """Return the pipelines or mixed stages that fit into memory, with their times and shares of the layers.
     `shard_size`: see `balanced`."""
     total = sum(part.stages for part in shapes)
@@ -253,8 +240,16 @@ def evaluated(
             first + last + between * (part.stages[fits] - (place == 0) - (place == len(order) - 1)).clip(0)
         )
     held = dp if is_mixed else layers  # FSDP divides the weights equally among the ranks of a stage
-    shares = held / held.sum(axis=1, keepdims=True)
-    return stages, tp, dp, balance.time_s[fits], shares, balance.shard_size[fits], np.full(rows, is_mixed)
+    return TrainTable(
+        stages=stages,
+        tp=tp,
+        dp=dp,
+        time_s=balance.time_s[fits] + max(pool.place.efficiency.train_overhead_s for pool in pools.pools),
+        shares=held / held.sum(axis=1, keepdims=True),
+        is_complete=True,
+        shard_size=balance.shard_size[fits],
+        is_mixed=np.full(rows, is_mixed),
+    )
 
 
 class _Kind(msgspec.Struct, frozen=True):

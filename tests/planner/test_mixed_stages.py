@@ -24,7 +24,7 @@ from baton.planner.mixed_stages import with_mixed_stages
 from baton.planner.pools import Pools
 from baton.planner.problem import TrainTable
 from baton.planner.replan import replan, without_nodes
-from baton.planner.training_shapes import merged_table, mixed_orders, mixed_rows
+from baton.planner.training_shapes import mixed_orders, mixed_rows
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import model_spec
@@ -140,7 +140,7 @@ def mixed_table(asked: Inputs, pools: Pools) -> TrainTable:
         first, second = (count.ravel() for count in counts)
         keeps = first + second <= asked.work.num_trajectories
         tables += list(mixed_rows(asked.model, asked.work, pools, order, first[keeps], second[keeps]))
-    return merged_table(pools, tables, is_complete=True)
+    return TrainTable.joined(tables, is_complete=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +153,8 @@ def test_no_mixed_stage_that_the_search_skips_is_better(asked: Inputs) -> None:
         return
     table = problem.table
     if mixed_orders(problem.pools):
-        table = table.joined(mixed_table(asked, problem.pools))
+        tables = [table, mixed_table(asked, problem.pools)]
+        table = TrainTable.joined(tables, is_complete=table.is_complete)
     best, _ = solve_exact(with_table(asked, problem, table), time_limit_s=math.inf)
     bound = RolloutBound(problem)
     without, _ = solve_exact(problem, time_limit_s=math.inf)
