@@ -16,13 +16,13 @@ from baton.cost.train import stage_terms
 from baton.errors import UserError
 from baton.planner.assign import seat
 from baton.planner.bounds import division_bound_s
-from baton.planner.exact import Solution
+from baton.planner.exact import Solution, solution
 from baton.planner.infeasible import refuse_without_shapes
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe_seated
 from baton.planner.problem import AssignmentProblem, Floats
-from baton.planner.replicas import RolloutAllocation, RolloutProgram
+from baton.planner.replicas import RolloutProgram
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Plan
 
@@ -42,23 +42,22 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
     pools = problem.pools.pools
     on_cpu = np.array([pool.place.gpu.name == "CPU" for pool in pools])
     host_bytes_per_s = np.array([pool.place.efficiency.host_gb_per_s * 1e9 for pool in pools])
-    best: tuple[float, int, RolloutAllocation, float, float] | None = None
+    best: tuple[float, Solution, float] | None = None
     for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
         state = _state_bytes(serial, problem, row)
         found = _generate(problem, row, np.where(on_cpu, state, 0.0))
         if found is None:
             continue
-        rollout, sync_s = found
         swap_s = 2 * float(np.max(np.where(on_cpu, 0.0, state) / host_bytes_per_s))
-        total = problem.step.step_s(sync_s + swap_s, rollout.time_s, float(problem.table.time_s[row]))
+        total = problem.step.step_s(found.sync_s + swap_s, found.rollout.time_s, float(problem.table.time_s[row]))
         if best is None or total < best[0] * (1 - 1e-9):
-            best = (total, row, rollout, sync_s, swap_s)
+            best = (total, found, swap_s)
     if best is None:
         raise UserError(
             "infeasible: memory. No replica fits beside the memory that a sleeping trainer keeps. More memory per GPU "
             "would help"
         )
-    return _described(serial, problem, best)
+    return _described(serial, problem, *best[1:])
 
 
 def _with_sleepers(inputs: Inputs) -> Cluster:
@@ -89,40 +88,35 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
     return found
 
 
-def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
-    """Return the fastest replicas that fit into memory beside the trainer's state (`kept` bytes on each GPU), and the
-    time to publish weights to these replicas."""
+def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | None:
+    """Return the solution with this training shape and the fastest replicas that fit into memory beside the trainer's
+    state (`kept` bytes on each GPU)."""
     pools = problem.pools.pools
-    columns = tuple(
-        column
-        for column in problem.columns
+    fitting = [
+        index
+        for index, column in enumerate(problem.columns)
         if column.cost.memory_bytes + kept[column.pool] <= pools[column.pool].place.memory_limit_bytes
-    )
-    if not columns:
+    ]
+    if not fitting:
         return None
-    narrowed = msgspec.structs.replace(problem, columns=columns)
-    program = RolloutProgram(narrowed)
+    columns = tuple(problem.columns[index] for index in fitting)
+    program = RolloutProgram(msgspec.structs.replace(problem, columns=columns))
     nothing = [0] * len(pools)
     rollout = program.fastest(program.left(nothing, nothing), [True] * len(pools), problem.step.judge_s)
     if rollout is None:
         return None
-    place = {id(column): index for index, column in enumerate(problem.columns)}
     counts = [0] * len(problem.columns)
-    for column, count in zip(columns, rollout.counts, strict=True):
-        counts[place[id(column)]] = count
-    sync_s = max(float(problem.sync_s[row, problem.columns[c].pool]) for c, count in enumerate(counts) if count)
-    return msgspec.structs.replace(rollout, counts=tuple(counts)), sync_s
+    for index, count in zip(fitting, rollout.counts, strict=True):
+        counts[index] = count
+    return solution(problem, row, msgspec.structs.replace(rollout, counts=tuple(counts)))
 
 
-def _described(
-    inputs: Inputs, problem: AssignmentProblem, best: tuple[float, int, RolloutAllocation, float, float]
-) -> Plan:
-    _, row, rollout, sync_s, swap_s = best
-    training_seats = seat(problem, inputs.cluster, row, [0] * len(problem.columns))
-    engine_seats = seat(problem, inputs.cluster, None, rollout.counts)
+def _described(inputs: Inputs, problem: AssignmentProblem, found: Solution, swap_s: float) -> Plan:
+    training_seats = seat(problem, inputs.cluster, found.row, [0] * len(problem.columns))
+    engine_seats = seat(problem, inputs.cluster, None, found.rollout.counts)
     least_s = division_bound_s(problem)
-    solution = Solution(row, rollout, sync_s + swap_s, 0.0, least_s)
-    plan = describe_seated(inputs, problem, solution, "exact", training_seats, engine_seats)
+    swapped = msgspec.structs.replace(found, sync_s=found.sync_s + swap_s, bound_s=least_s)
+    plan = describe_seated(inputs, problem, swapped, "exact", training_seats, engine_seats)
     used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
     outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
     idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()

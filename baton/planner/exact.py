@@ -37,15 +37,6 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
     return Solution(row, rollout, sync_s, step_s, step_s)
 
 
-class _Entries(msgspec.Struct, frozen=True):
-    """The candidates of the search. A candidate is a training shape with a maximum publication time: only pools to
-    which publication takes at most this time may generate."""
-
-    rows: Ints
-    sync_s: Floats
-    bound_s: Floats
-
-
 def solve_exact(
     problem: AssignmentProblem,
     *,
@@ -62,19 +53,17 @@ def solve_exact(
     """
     left_s = time_left(time_limit_s)
     bound = bound or RolloutBound(problem)
-    entries = _entries(problem, bound)
+    rows, sync_s, bounds_s = _candidates(problem, bound)
     program = RolloutProgram(problem)
     best: Solution | None = None
     step_s, least_s = ceiling_s, np.inf
-    for place in np.argsort(entries.bound_s, kind="stable"):
-        lower = float(entries.bound_s[place])
-        if lower >= step_s * (1 - CLOSE):
+    for place in np.argsort(bounds_s, kind="stable"):
+        lower = float(bounds_s[place])
+        is_late = step_s < np.inf and left_s() < 0  # if `step_s` is finite, a plan with this step time exists
+        if is_late or lower >= step_s * (1 - CLOSE):
             least_s = min(least_s, lower)
             break
-        if step_s < np.inf and left_s() < 0:  # a plan with step time `step_s` exists
-            least_s = min(least_s, lower)
-            break
-        found, missed_s = _try(problem, program, entries, int(place), step_s)
+        found, missed_s = _try(problem, program, int(rows[place]), float(sync_s[place]), lower, step_s)
         least_s = min(least_s, missed_s)
         if found is not None:
             best, step_s = found, found.step_s
@@ -84,7 +73,10 @@ def solve_exact(
     return best and msgspec.structs.replace(best, bound_s=covered), covered
 
 
-def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
+def _candidates(problem: AssignmentProblem, bound: RolloutBound) -> tuple[Ints, Floats, Floats]:
+    """Return the candidates as three arrays: a training shape (a row of the table), a maximum publication time, and a
+    lower bound on the step time. Only pools to which publication takes at most the maximum publication time may
+    generate."""
     table, step = problem.table, problem.step
     capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
     left = capacity - table.gpus
@@ -104,16 +96,16 @@ def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
         rows.append(np.nonzero(keep)[0])
         syncs.append(sync[keep])
         bounds.append(total[keep])
-    return _Entries(np.concatenate(rows), np.concatenate(syncs), np.concatenate(bounds))
+    return np.concatenate(rows), np.concatenate(syncs), np.concatenate(bounds)
 
 
 def _try(
-    problem: AssignmentProblem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
+    problem: AssignmentProblem, program: RolloutProgram, row: int, sync_s: float, lower: float, step_s: float
 ) -> tuple[Solution | None, float]:
-    """Return the candidate's solution (None if not faster than `step_s`) and a lower bound on its step time."""
+    """Return the candidate's solution (None if not faster than `step_s`) and a lower bound on its step time. `sync_s`:
+    maximum publication time. `lower`: the known lower bound."""
     table, step = problem.table, problem.step
-    row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
-    train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])
+    train_s = float(table.time_s[row])
     left = program.left(table.gpus[row].tolist(), table.groups[row].tolist())
     allowed = (problem.sync_s[row] <= sync_s * (1 + CLOSE)).tolist()
     if np.isfinite(step_s):
