@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency, most_share
 from baton.cost.generate import DeviceClass, decode_s, prefill_s, replica_cost
-from baton.cost.train import forward_passes, layer_flops
+from baton.cost.train import compute_s
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload, constant
 
@@ -51,25 +51,16 @@ def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: i
     if point.phase == "prefill":
         each = prefill_s(model, place, 1, (model.num_layers,), point.context, point.context**2)
         return place.efficiency.prefill_overhead_s + point.batch * each
-    return train_step_s(model, work, place, devices, point.batch, point.context, point.trained_share)
-
-
-def train_step_s(
-    model: ModelSpec, work: Workload, place: DeviceClass, devices: int, count: int, tokens: float, trained_share: float
-) -> float:
-    """Predict the time of a train step of `count` trajectories of `tokens` tokens each."""
     load = msgspec.structs.replace(
         work,
         groups=1,
-        group_size=count,
+        group_size=point.batch,
         prompt=constant(1e-9),
-        output=constant(tokens),
-        trained_share=trained_share,
+        output=constant(point.context),
+        trained_share=point.trained_share,
         forwards_all=True,  # as `baton profile` measures
     )
-    flops = model.num_layers * layer_flops(model, load) + load.trained_tokens * model.head_flops_per_token
-    rate = devices * place.gpu.flops * place.efficiency.train
-    return place.efficiency.train_overhead_s + forward_passes(load, place.efficiency.backward) * flops / rate
+    return place.efficiency.train_overhead_s + compute_s(model, load, place, devices)
 
 
 def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement) -> float:

@@ -74,6 +74,17 @@ def layer_flops(model: ModelSpec, work: Workload) -> float:
     return work.num_trajectories * (tokens * model.layer_flops_per_token + attention)
 
 
+def batch_flops(model: ModelSpec, work: Workload) -> float:
+    """Return the FLOPs of all layers and the output head for one forward pass over the batch."""
+    return model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
+
+
+def compute_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> float:
+    """Return the compute time of a train step on `devices` equal GPUs or cores."""
+    rate = devices * place.gpu.flops * place.efficiency.train
+    return forward_passes(work, place.efficiency.backward) * batch_flops(model, work) / rate
+
+
 def microbatches(work: Workload, dp: Array) -> Array:
     """Return M, the number of microbatches of one update. `dp` is the largest data-parallel width of any stage."""
     per_rank = work.trained_tokens / work.minibatches / np.asarray(dp)

@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.cost.efficiency import Efficiencies, RatesSettings
 from baton.cost.generate import ReplicaCost
-from baton.cost.train import forward_passes, layer_flops
+from baton.cost.train import batch_flops, forward_passes
 from baton.errors import UserError
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
 from baton.planner.pools import GpuPool, Pools, View, are_alike, make_pools
@@ -68,8 +68,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     if not len(table) and not mixed_pools(inputs, pools):
         others = msgspec.structs.replace(inputs, mixed_stages=not inputs.mixed_stages)
         refuse_without_shapes(model, work, pools, may_mix=bool(mixed_pools(others, pools)))
-    once = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
-    rates = []
+    once, rates = batch_flops(model, work), []
     for pool in pools.pools:
         efficiency = pool.place.efficiency
         passes = forward_passes(work, efficiency.backward)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.cost.generate import DeviceClass, context_bytes, decode_s, prefill_s, weight_bytes
-from baton.cost.train import forward_passes, layer_flops
+from baton.cost.train import batch_flops, compute_s
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -123,19 +123,15 @@ class TrainSpeed:
         return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
 
 
-def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Return the speed of a trainer that computes an average batch in `compute_s` seconds. These seconds are divided
+def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float) -> TrainSpeed:
+    """Return the speed of a trainer that computes an average batch in `batch_s` seconds. These seconds are divided
     between a time per token and a time per squared length, in proportion to FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
-    both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token
-    share = min(1.0, tokens * linear / both)
-    return TrainSpeed(fixed_s, compute_s * share / tokens, compute_s * (1 - share) / squared)
+    share = min(1.0, tokens * linear / batch_flops(model, work))
+    return TrainSpeed(fixed_s, batch_s * share / tokens, batch_s * (1 - share) / squared)
 
 
 def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
     """Return a trainer's speed on `devices` equal GPUs or cores, from efficiencies of `baton profile`."""
-    flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
-    rate = devices * place.gpu.flops * place.efficiency.train
-    passes = forward_passes(work, place.efficiency.backward)
-    return train_speed(model, work, passes * flops / rate, place.efficiency.train_overhead_s)
+    return train_speed(model, work, compute_s(model, work, place, devices), place.efficiency.train_overhead_s)
