@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedModel
-
 from baton.errors import UserError
-from baton.policy.load import load_model, torch_device, torch_dtype
+from baton.policy.load import torch_device
 from baton.policy.tokenizer import load_tokenizer
 from baton.profile.bench import BenchResult, ScriptedLengths, bench_engine, bench_flat, sides_of
+from baton.profile.engine import endless_engine, engine_model
 from baton.recipe.recipe import Recipe
-from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.run.assemble import set_up_torch
 from baton.run.tokenization import PromptEncoder, TokenizedPrompts
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.types import PolicyVersion
 
 
 def bench_rollout(
@@ -35,22 +32,14 @@ def bench_rollout(
     if flat:
         return bench_flat(sides, lengths, steps=steps)
     set_up_torch(1)
-    tokenizer = load_tokenizer(recipe.model.path)
-    encoder = PromptEncoder(tokenizer, recipe.task)
+    encoder = PromptEncoder(load_tokenizer(recipe.model.path), recipe.task)
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
-    device = torch_device(recipe.model.device)
-    dtype = torch_dtype(recipe.engine.dtype, device)
-    own = recipe.model
-
-    def loaded() -> PreTrainedModel:
-        return load_model(own.path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
-
     return bench_engine(
-        lambda: EmbeddedEngine(loaded(), tokenizer, recipe.engine, PolicyVersion("bench", 0), ()),
+        lambda: endless_engine(recipe),
         sides,
         lambda: TokenizedPrompts(PromptStream(mixture, recipe.run.seed), encoder),
         lengths,
-        loaded().state_dict(),
-        on_cpu=device.type == "cpu",
+        engine_model(recipe).state_dict(),
+        on_cpu=torch_device(recipe.model.device).type == "cpu",
         steps=steps,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from transformers import PreTrainedModel
 
 from baton.clock import call_within
 from baton.cost.fit import Measurement
@@ -55,7 +56,7 @@ def companions(command: Sequence[str], count: int) -> Iterator[None]:
 def keep_busy(recipe: Recipe) -> None:
     """Generate like an engine process until this process is killed. Writes `busy` to stdout after the first batch."""
     set_up_torch(1)
-    engine = _engine(recipe)
+    engine = endless_engine(recipe)
     context, first = int(recipe.engine.max_context_tokens * CONTEXT_SHARES[0]), 0
     while True:
         _timed(engine, recipe.engine.slots, context, first, DECODE_STEPS)
@@ -65,23 +66,22 @@ def keep_busy(recipe: Recipe) -> None:
             sys.stdout.flush()
 
 
-def _engine(recipe: Recipe) -> EmbeddedEngine:
+def engine_model(recipe: Recipe) -> PreTrainedModel:
+    """Load the model of the recipe's engine."""
+    own, device = recipe.model, torch_device(recipe.model.device)
+    dtype = torch_dtype(recipe.engine.dtype, device)
+    return load_model(own.path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
+
+
+def endless_engine(recipe: Recipe) -> EmbeddedEngine:
     """Build the recipe's engine without end tokens, so that a trajectory ends only at its maximum length."""
-    device = torch_device(recipe.model.device)
-    model = load_model(
-        recipe.model.path,
-        dtype=torch_dtype(recipe.engine.dtype, device),
-        device=device,
-        attention=recipe.model.attention,
-        head_dtype=recipe.model.head_dtype,
-    )
     tokenizer = load_tokenizer(recipe.model.path)
-    return EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
+    return EmbeddedEngine(engine_model(recipe), tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
     """Measure decode steps and prefills for several batch sizes and contexts, and the prefill of one sequence."""
-    engine = _engine(recipe)
+    engine = endless_engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})
     leases = 0

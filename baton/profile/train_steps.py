@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -27,13 +26,13 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.records.journal import Journal, StreamCursor
 from baton.records.lease_trace import LeaseTrace
-from baton.records.trace import Span
 from baton.rollout.controller import RolloutController
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.assemble import build_port, build_trainer
 from baton.run.resume import with_dtypes
 from baton.run.tokenization import PromptEncoder, TokenizedPrompts
+from baton.simulator.run import Spans
 from baton.specs.workload import Workload, measured
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.trainer import PublishedWeights, Trainer
@@ -77,11 +76,11 @@ class _Rollouts:
         sampling = rollout.sampling()
         longest = min(sampling.max_new_tokens, LONGEST_ROLLOUT)
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
-        self.spans: list[Span] = []
+        self._spans = Spans()
         """Spans of the last batch's leases."""
         self._weights, self._version = weights, 0
         version = PolicyVersion("profile", 0)
-        self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
+        self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self._spans))
         self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
         worker = WorkerClient(self.port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens)
         encoder = PromptEncoder(load_tokenizer(recipe.model.path), recipe.task)
@@ -94,13 +93,10 @@ class _Rollouts:
         )
         self._controller.begin(0, StreamCursor(0, {}))
 
-    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
-
     def batch(self) -> tuple[float, list[Trajectory]]:
         """Generate a batch. Return the duration in seconds and the trajectories."""
         self._controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
-        self.spans = []
+        self._spans.spans.clear()
         started = time.perf_counter()
         groups = self._controller.next_batch()
         seconds = time.perf_counter() - started
@@ -112,7 +108,7 @@ class _Rollouts:
         """Return the median seconds that a slot is empty between two leases of the last batch; 0 if unknown."""
         gaps: list[float] = []
         ends: dict[tuple[str, int], float] = {}
-        for span in sorted(self.spans, key=lambda span: span.begin_s):
+        for span in sorted(self._spans.spans, key=lambda span: span.begin_s):
             place = (span.actor, span.lane)
             if place in ends:
                 gaps.append(span.begin_s - ends[place])
