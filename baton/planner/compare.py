@@ -53,18 +53,14 @@ def alternatives(inputs: Inputs, *, reward_per_h: float = 0.0, time_limit_s: flo
 
 def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
     """Yield one cluster for each GPU type, with as many GPUs as the price of `cluster` pays for."""
-    for name in cluster.gpu_types:
-        own = [node for node in cluster.nodes if node.gpu.name == name]
-        count = int(cluster.price_per_h / own[0].price_per_gpu_h + 1e-9)
+    for name, (first, *others) in cluster.places.items():
+        node, rates = cluster.nodes[first], cluster.bytes_per_s[first]
+        count = int(cluster.price_per_h / node.price_per_gpu_h + 1e-9)
         if not count:
             continue
-        first = cluster.nodes.index(own[0])
-        pairs = [
-            pair for k, pair in enumerate(zip(cluster.bytes_per_s[first], cluster.nodes, strict=True)) if k != first
-        ]
-        same = [rate for rate, node in pairs if node.gpu.name == name]
-        rate = max(same or [rate for rate, _ in pairs] or [own[0].link_bytes_per_s])
-        yield equal_nodes(cluster, f"{count} {name}, same price", own[0], count, rate)
+        same = [rates[place] for place in others]
+        rate = max(same or [*rates[:first], *rates[first + 1 :]] or [node.link_bytes_per_s])
+        yield equal_nodes(cluster, f"{count} {name}, same price", node, count, rate)
 
 
 def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:

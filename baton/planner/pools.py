@@ -87,12 +87,7 @@ def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike
     """Return the pools of a cluster. With `view = "alike"`, a pool contains only nodes that are alike (see the module).
     With other views, a pool contains all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest
     links (`optimistic`)."""
-    if view == "alike":
-        groups = _alike(cluster)
-    else:
-        groups = [
-            [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
-        ]
+    groups = _alike(cluster) if view == "alike" else list(cluster.places.values())
     worst: Callable[..., float] = max if view == "optimistic" else min
     rows = []
     for mine in groups:

@@ -170,8 +170,8 @@ def _too_large(inputs: Inputs, model: ModelSpec, costs: Sequence[tuple[DeviceCla
 
 def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, ScoringCost]]:
     """Yield each GPU type of the cluster with the cost of the reward model on it."""
-    for name in inputs.cluster.gpu_types:
-        node = next(node for node in inputs.cluster.nodes if node.gpu.name == name)
+    for name, (first, *_) in inputs.cluster.places.items():
+        node = inputs.cluster.nodes[first]
         link = node.link_bytes_per_s
         place = DeviceClass(node.gpu, link, link, inputs.cluster.latency_s, inputs.efficiencies.of(name))
         yield place, scoring_cost(model, inputs.work, place)

@@ -67,8 +67,7 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
     if cluster.num_gpus > MOST_GPUS_IN_PARTS:
         return
     choices: list[list[list[int]]] = []
-    for name in cluster.gpu_types:
-        nodes = [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name]
+    for nodes in cluster.places.values():
         between = [cluster.bytes_per_s[a][b] for a in nodes for b in nodes if a != b]
         largest = max(nodes, key=lambda place: (cluster.nodes[place].num_gpus, -place))
         is_slower = bool(between) and min(between) < cluster.nodes[largest].link_bytes_per_s

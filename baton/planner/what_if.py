@@ -46,8 +46,7 @@ def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0
     """Return, for each GPU type, the throughput with one more GPU of this type. The added GPU is in a machine of its
     own, which has the same links as the other machines of this GPU type."""
     found = []
-    for name in inputs.cluster.gpu_types:
-        place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
+    for name, (place, *_) in inputs.cluster.places.items():
         plan = make_plan(inputs.on(with_one_more(inputs.cluster, place)), time_limit_s=time_limit_s)
         price = inputs.cluster.nodes[place].price_per_gpu_h
         gain = plan.tokens_per_s / tokens_per_s - 1
@@ -78,9 +77,7 @@ def price_curve(inputs: Inputs, *, reward_per_h: float = 0.0) -> list[PricePoint
     reward stage, which is added to the price of each part."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
-    by_type = [
-        [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
-    ]
+    by_type = list(cluster.places.values())
     levels = max(2, int(MOST_CLUSTERS ** (1 / len(by_type)) + 1e-9))
     steps = [
         range(len(nodes) + 1)

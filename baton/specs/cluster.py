@@ -80,8 +80,16 @@ class Cluster(msgspec.Struct, frozen=True):
     def gpu_types(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(node.gpu.name for node in self.nodes))
 
+    @property
+    def places(self) -> dict[str, list[int]]:
+        """GPU type → indices of its nodes in `nodes`."""
+        found: dict[str, list[int]] = {}
+        for place, node in enumerate(self.nodes):
+            found.setdefault(node.gpu.name, []).append(place)
+        return found
+
     def count(self) -> dict[str, int]:
-        return {name: sum(n.num_gpus for n in self.nodes if n.gpu.name == name) for name in self.gpu_types}
+        return {name: sum(self.nodes[place].num_gpus for place in own) for name, own in self.places.items()}
 
 
 # ---- the TOML file ---------------------------------------------------------------------------------------------------

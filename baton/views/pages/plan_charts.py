@@ -48,8 +48,7 @@ def cluster_drawing(plan: Plan, cluster: Cluster) -> str:
     by_gpu, _ = colours(plan)
     parts: list[str] = []
     y = 0.0
-    for name in cluster.gpu_types:
-        own = [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name]
+    for name, own in cluster.places.items():
         shown = own[:MOST_MACHINES]
         more = f", {len(own) - len(shown)} more machines not drawn" if len(own) > len(shown) else ""
         total = sum(cluster.nodes[place].num_gpus for place in own)
