@@ -90,13 +90,10 @@ class _Market(msgspec.Struct, frozen=True):
     inputs: Inputs
     problem: AssignmentProblem
     """The planner's problem for a cluster of all offers, from which the bounds are computed."""
-    prices: Floats
-    """[offers] price of one machine per hour."""
-    pool_of: list[int]
+    bound: RolloutBound
+    """The `RolloutBound` of `problem`."""
     gpus: Floats
-
-    def inputs_of(self, counts: Sequence[int]) -> Inputs:
-        return self.inputs.on(self.offers.cluster_settings(counts).build())
+    """[offers, pools] number of GPUs of each pool that one machine of an offer has."""
 
 
 def rent_for_budget(
@@ -108,7 +105,7 @@ def rent_for_budget(
         raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")
     most = [_most(offer.max_nodes, budget, price) for offer, price in zip(offers.offers, prices, strict=True)]
     choices = _choices(most, prices, budget, only_full=True)
-    market = _market(inputs, offers, most, prices)
+    market = _market(inputs, offers, most)
     bounds = _bounds_s(market, choices)
     left_s, best, spots, planned = time_left(time_limit_s), None, list[PricePoint](), 0
     least_s = np.inf
@@ -116,7 +113,7 @@ def rent_for_budget(
         if best is not None and bounds[place] >= best[1].breakdown.step_s * (1 - 1e-9):
             break
         if best is not None and left_s() < 0:
-            least_s = float(bounds[place])
+            least_s = min(least_s, float(bounds[place]))
             break
         found = _planned(market, choices[place].tolist())
         planned += 1
@@ -142,15 +139,13 @@ def rent_for_target(
     most = [offer.max_nodes or 1 for offer in offers.offers]
     choices = _choices(most, prices, np.inf, only_full=False)
     costs = choices @ prices
-    market = _market(inputs, offers, most, prices)
-    step_s = inputs.work.trained_tokens / target
-    can = _reaches(market, choices, step_s)
-    left_s, spots, planned, open_price = time_left(time_limit_s), list[PricePoint](), 0, np.inf
+    market = _market(inputs, offers, most)
+    can = _reaches(market, choices, inputs.work.trained_tokens / target)
+    left_s, spots, planned, open_price, is_late = time_left(time_limit_s), list[PricePoint](), 0, np.inf, False
     for place in np.argsort(costs, kind="stable"):
         if not can[place]:
             continue
-        if left_s() < 0:
-            open_price = min(open_price, float(costs[place]))
+        if is_late := left_s() < 0:
             break
         found = _planned(market, choices[place].tolist())
         planned += 1
@@ -163,7 +158,7 @@ def rent_for_target(
         if found[1].tokens_per_step / found[1].bound.step_s >= target:
             open_price = min(open_price, float(costs[place]))  # a better plan of this choice may reach the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
-    late = "; the search reached its time limit, which --time-limit raises" if np.isfinite(open_price) else ""
+    late = "; the search reached its time limit, which --time-limit raises" if is_late else ""
     raise UserError(
         f"--target-throughput {target:g}: no combination of offers reaches this throughput; the best planned "
         f"combination gives {best:,.0f} tokens/s{late}"
@@ -197,7 +192,7 @@ def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: b
     return rows[keep]
 
 
-def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices: Floats) -> _Market:
+def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int]) -> _Market:
     whole = inputs.on(offers.cluster_settings(most).build())
     problem = make_problem(whole, "optimistic")
     links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
@@ -205,25 +200,16 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices:
         size = inputs.model.params * inputs.work.weight_bytes
         latency = min(pool.place.efficiency.between_steps_s for pool in problem.pools.pools)
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))
-    names = [pool.gpu for pool in problem.pools.pools]
-    pool_of = [names.index(offer.gpu) if offer.gpu in names else -1 for offer in offers.offers]
-    gpus = np.array([float(offer.gpus) for offer in offers.offers])
-    return _Market(offers, inputs, problem, prices, pool_of, gpus)
-
-
-def _pool_counts(market: _Market, choices: Ints) -> Floats:
-    counts = np.zeros((len(choices), len(market.problem.pools.pools)))
-    for offer, pool in enumerate(market.pool_of):
-        if pool >= 0:
-            counts[:, pool] += choices[:, offer] * market.gpus[offer]
-    return counts
+    pools = problem.pools.pools
+    gpus = np.array([[offer.gpus * (pool.gpu == offer.gpu) for pool in pools] for offer in offers.offers], dtype=float)
+    return _Market(offers, inputs, problem, RolloutBound(problem), gpus)
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Return, for each choice, whether its step may take at most `step_s`. The function computes the test of
     `division_bound_s` for many choices at once."""
-    problem, counts = market.problem, _pool_counts(market, choices)
-    bound, step = RolloutBound(problem), problem.step
+    problem, bound, counts = market.problem, market.bound, choices @ market.gpus
+    step = problem.step
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s
     rollout_s = left - step.latency_s
     can = (rollout_s >= step.judge_s) & (left > 0)
@@ -244,7 +230,7 @@ def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarr
 def _bounds_s(market: _Market, choices: Ints) -> Floats:
     """Return lower bounds on the step time, [choices]."""
     low = np.full(len(choices), market.problem.sync_bound_s)
-    slowest_s = max(float(RolloutBound(market.problem).times[-1]), 1 / float(market.problem.train_rate_bound.min()))
+    slowest_s = max(float(market.bound.times[-1]), 1 / float(market.problem.train_rate_bound.min()))
     high = np.full(len(choices), slowest_s * 4 + market.problem.sync_bound_s)
     for _ in range(BOUND_STEPS):
         middle = np.sqrt(np.maximum(low, 1e-9) * high)
@@ -256,7 +242,7 @@ def _bounds_s(market: _Market, choices: Ints) -> Floats:
 def _planned(market: _Market, counts: Sequence[int]) -> tuple[tuple[int, ...], Plan, Inputs, Inputs] | None:
     """Plan a cluster with these numbers of machines. Return the first fields of its `RentalChoice`, or None if there is
     no plan."""
-    asked = market.inputs_of(counts)
+    asked = market.inputs.on(market.offers.cluster_settings(counts).build())
     try:
         plan, rest = plan_with_reward(asked, time_limit_s=10.0)
     except UserError:

@@ -18,6 +18,7 @@ from baton.cost.efficiency import Efficiency
 from baton.cost.generate import DeviceClass
 from baton.cost.score import scoring_cost
 from baton.errors import UserError
+from baton.planner import rental
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
@@ -26,7 +27,7 @@ from baton.planner.reward_stage import PlanRest, beside, plan_with_reward, reser
 from baton.planner.solve import make_plan
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.specs.model import ModelSpec, model_spec
-from baton.specs.plan import Plan
+from baton.specs.plan import Bound, Plan
 from baton.specs.workload import WorkloadSettings
 
 pytest.importorskip("highspy")
@@ -198,6 +199,29 @@ def test_the_machines_to_rent_are_the_best_with_the_reward_model(layers: int) ->
     target = 0.9 * best
     least_price = min(price for price, rate in rates.values() if rate >= target)
     assert rent_for_target(question, market, target).plan.price_per_h == least_price
+
+
+def test_a_rental_search_reports_bounds_that_hold_and_time_limits_that_were_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search for each plan ends early, with a slow plan and a large gap: its machines may have a better plan."""
+
+    def slow(asked: Inputs, **named: float) -> tuple[Plan, Inputs]:
+        plan, rest = plan_with_reward(asked, **named)
+        step_s = plan.breakdown.step_s
+        parts = msgspec.structs.replace(plan.breakdown, step_s=1000 * step_s)
+        return msgspec.structs.replace(plan, breakdown=parts, bound=Bound.of(1000 * step_s, step_s / 1000)), rest
+
+    question, market = inputs(cluster(("Fast", 2))), offers(Fast=2, Slow=3)
+    monkeypatch.setattr(rental, "plan_with_reward", slow)
+    found = rent_for_budget(question, market, 10.0, time_limit_s=0)
+    assert found.num_planned == 1 < found.num_choices
+    assert found.bound == pytest.approx(1e6 * found.plan.tokens_per_s)
+    with pytest.raises(UserError, match="reaches this throughput") as caught:
+        rent_for_target(question, market, 500 * found.plan.tokens_per_s, time_limit_s=math.inf)
+    assert "time limit" not in str(caught.value)
+    with pytest.raises(UserError, match="the search reached its time limit"):
+        rent_for_target(question, market, 500 * found.plan.tokens_per_s, time_limit_s=-1)
 
 
 def test_the_time_and_memory_of_a_trajectory_by_hand() -> None:
