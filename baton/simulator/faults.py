@@ -128,7 +128,8 @@ def draw_faults(random: Random, wanted: RandomSettings) -> list[FaultSettings]:
 
 
 def read_trace(spot: SpotSettings) -> list[FaultSettings]:
-    """Read a trace of preemptions. Raises UserError, which names the line, if a line is invalid."""
+    """Read a trace of preemptions. Raises UserError if the file cannot be read, or, with the line, if a line is
+    invalid."""
     if not spot.trace.is_file():
         raise UserError(f"spot.trace: there is no file {spot.trace}")
     found = []
@@ -143,6 +144,6 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
                 at_s, for_s = max(0.0, float(row["at_s"]) - spot.notice_s), float(row.get("for_s") or 0)
                 kind: Kind = "leave" if spot.notice_s else "crash"
                 found.append(FaultSettings(kind=kind, at_s=at_s, worker=row["worker"], for_s=for_s))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:  # a short line has None in its last columns
                 raise UserError(f"{spot.trace}, line {rows.line_num}: at_s and for_s are seconds, got {row}") from error
     return found

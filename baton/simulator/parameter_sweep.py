@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 
@@ -50,7 +51,7 @@ class ParameterSweep(msgspec.Struct, frozen=True):
 
 def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
     """Parse texts of the form `key=a,b,c`. Raises UserError for an invalid text and for too many combinations."""
-    axes = []
+    axes = list[SweepAxis]()
     for text in texts:
         key, equals, values = text.partition("=")
         key = key.strip().removeprefix("rollout.")
@@ -61,12 +62,12 @@ def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
             raise UserError(
                 f"--sweep {text!r}: unknown key {key!r}; allowed are {', '.join(RolloutSettings.model_fields)}"
             )
+        if key in {axis.key for axis in axes}:
+            raise UserError(f"--sweep {text!r}: got {key} twice; give all its values once, as {key}=value,value,…")
         axes.append(SweepAxis(key, found))
     if not axes:
         raise UserError("--sweep needs at least one key=value,value,…")
-    total = 1
-    for axis in axes:
-        total *= len(axis.values)
+    total = math.prod(len(axis.values) for axis in axes)
     if total > MOST_POINTS:
         raise UserError(f"--sweep: got {total} combinations of values, allowed are at most {MOST_POINTS}")
     return tuple(axes)

@@ -199,6 +199,7 @@ def test_the_freshest_of_the_fastest_is_recommended() -> None:
         (["max_stalenes=1"], "unknown key"),
         (["max_staleness"], "allowed is key=value"),
         (["max_staleness="], "allowed is key=value"),
+        (["max_staleness=0,1", "rollout.max_staleness=2"], "got max_staleness twice"),
         (["max_staleness=" + ",".join(map(str, range(401)))], "at most 400"),
     ],
 )

@@ -66,7 +66,10 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, said: str) -> None
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("rows", "said"), [("time,worker\n1,w1", "needs at_s"), ("at_s,worker\nsoon,w1", "line 2")])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [("time,worker\n1,w1", "needs at_s"), ("at_s,worker\nsoon,w1", "line 2"), ("worker,at_s\nw1", "line 2")],
+)
 def test_a_trace_that_is_none_is_named(tmp_path: Path, rows: str, said: str) -> None:
     (tmp_path / "spot.csv").write_text(rows)
     found = read(tmp_path, f'[spot]\ntrace = "{tmp_path / "spot.csv"}"')
