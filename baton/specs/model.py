@@ -122,17 +122,25 @@ def read_model(path: Path) -> ModelSpec:
     the model. Raises UserError if the file or a required key is missing, or a value is invalid."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file() and (adapter := path / "adapter_config.json").is_file():
-        file = Path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]) / "config.json"
+        base = _read_object(adapter).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise UserError(f"{adapter}: base_model_name_or_path: got {base!r}, allowed is the adapter's base model")
+        file = Path(base) / "config.json"
     if not file.is_file():
         raise UserError(f"there is no model config at {file}: give a Hugging Face model directory or its config.json")
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return model_spec(_read_object(file), name, str(file))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError if the file has something else."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: got a {type(config).__name__}, allowed is a JSON object")
-    name = file.parent.name if file.name == "config.json" else file.stem
-    return model_spec(config, name, str(file))
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: got a {type(found).__name__}, allowed is a JSON object")
+    return found
 
 
 def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:

@@ -123,3 +123,8 @@ def test_mistakes_name_the_file_and_key(tmp_path: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(UserError, match="got a list"):
         read_model(tmp_path)
+    file.unlink()
+    for text, said in (("{", "is not JSON"), ("[]", "got a list"), ("{}", "base_model_name_or_path: got None")):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(UserError, match=rf"adapter_config.json.*{said}"):
+            read_model(tmp_path)
