@@ -75,7 +75,7 @@ class WorkerActor:
     """An actor that runs one `baton worker` process."""
 
     def __init__(self, start: WorkerArguments) -> None:
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"baton-{start.name}-"))
+        self._scratch = own_directory("worker")
         self._log = self._scratch / "worker.log"
         write_private(self._scratch / "token", start.token.encode())
         command = [sys.executable, "-m", "baton", "worker", start.url, "--token-file", str(self._scratch / "token")]
@@ -117,7 +117,9 @@ class WorkerActor:
     def watch(self) -> str:
         """Wait until the process has ended; return one line with its exit code and the end of its log."""
         code = self._process.wait()
-        output = self._log.read_bytes()[-MAX_LOG_BYTES:].decode("utf-8", "replace").split("\n")
+        with self._log.open("rb") as log:  # a log may be larger than the memory
+            log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            output = log.read().decode("utf-8", "replace").split("\n")
         lines = " | ".join(line.strip() for line in output if line.strip())
         return f"ended with exit code {code}" + (f"; its last output: {lines}" if lines else "")
 
