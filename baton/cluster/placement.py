@@ -82,6 +82,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
         return (self.machine, *(each.machine for each in self.further))
 
     @property
+    def requested(self) -> str:
+        """The resources as text, such as `1 GPU, 1 CPU`."""
+        return ", ".join(f"{amount:g} {unit}" for unit, amount in self.resources.items())
+
+    @property
     def words(self) -> str:
         what = f"{len(self.gpu_ids)} {'core' if self.gpu == CPU else self.gpu}{'s' if len(self.gpu_ids) > 1 else ''}"
         share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
@@ -138,32 +143,29 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
         _process_spec(f"reward-{index}", "reward", gpu, ids, by_name) for index, (gpu, ids) in enumerate(scoring)
     )
     overrides = _overrides(plan, ranks, [*speeds[first:], *speeds[:first]])
-    if plan.is_colocated:
-        overrides = *overrides, 'rollout.placement="colocated"'
     return Placement(ranks, workers, names, tuple(rewards), overrides)
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
     """Return overrides for the recipe keys that the plan determines. `planned_speeds`: speeds of a mixed stage's
     ranks."""
-    stages = plan.training.stages[:1] if plan.training.is_mixed else plan.training.stages
+    training = plan.training
+    stages = training.stages[:1] if training.is_mixed else training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
     on_cpu = all(stage.gpu == CPU for stage in stages)
-    width = 1 if on_cpu else stages[0].tp
-    reduces_each = ("trainer.shard_gradients=true",) if plan.training.shard_gradients else ()
-    copies = (f"trainer.shard_size={plan.training.shard_size}",) if plan.training.shard_size else ()
     speeds = _speeds([spec.threads for spec in ranks], len(stages)) if on_cpu else []
-    if plan.training.is_mixed:
+    if training.is_mixed:
         speeds = _speeds(planned_speeds, 1)
-    uneven = (f"trainer.speeds={speeds}",) if len(set(speeds)) > 1 else ()
-    return (
-        f"trainer.ranks={len(ranks)}",
-        f"trainer.stages={layers if len(layers) > 1 else 1}",
-        f"trainer.tensor_parallel={width}",
-        *reduces_each,
-        *copies,
-        *uneven,
-    )
+    found = {
+        f"trainer.ranks={len(ranks)}": True,
+        f"trainer.stages={layers if len(layers) > 1 else 1}": True,
+        f"trainer.tensor_parallel={1 if on_cpu else stages[0].tp}": True,
+        "trainer.shard_gradients=true": training.shard_gradients,
+        f"trainer.shard_size={training.shard_size}": training.shard_size > 0,
+        f"trainer.speeds={speeds}": len(set(speeds)) > 1,
+        'rollout.placement="colocated"': plan.is_colocated,
+    }
+    return tuple(override for override, is_set in found.items() if is_set)
 
 
 def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:

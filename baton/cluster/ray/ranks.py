@@ -97,9 +97,7 @@ class RayRanks:
                 if machines[spec.machine].id not in alive:
                     raise RankLost(f"trainer {spec.name} cannot start: its machine {spec.machine} has left the cluster")
             if time.monotonic() > until_s:
-                requested = "; ".join(
-                    f"{spec.name} on {spec.machine}: {_amounts(spec.resources)}" for spec in self._specs
-                )
+                requested = "; ".join(f"{spec.name} on {spec.machine}: {spec.requested}" for spec in self._specs)
                 raise RankLost(
                     f"Ray did not grant the trainer its resources in {START_DEADLINE_S:.0f} s ({requested}): "
                     "another user of the cluster holds them"
@@ -141,7 +139,3 @@ class RayRanks:
 
 def _is_fault(answer: Any) -> bool:
     return isinstance(answer, bytes) and isinstance(decode_from_rank(answer), Fault)
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())

@@ -152,11 +152,10 @@ class _RayReplica(RemoteReplica):
         try:
             self._get(self._group.ready, START_DEADLINE_S)
         except DeadlineExceeded as error:
-            requested = ", ".join(f"{amount:g} {unit}" for unit, amount in self._spec.resources.items())
             each = " on one of these machines" if self._further else ""
             raise DeadlineExceeded(
                 f"{self.name} was not started by Ray in {START_DEADLINE_S:.0f} s: another user holds its "
-                f"{requested}{each}"
+                f"{self._spec.requested}{each}"
             ) from error
         self.answer(self._get(lambda: self._start, START_TIMEOUT_S + START_DEADLINE_S), Done)
 

@@ -84,10 +84,9 @@ class RayRewards:
             if self._machines[spec.machine].id not in self._cluster.alive():
                 raise self._gone(spec)
             if loop.time() > until_s:
-                amounts = ", ".join(f"{amount:g} {unit}" for unit, amount in spec.resources.items())
                 raise UserError(
                     f"Ray did not start {spec.name} on {spec.machine} in {START_DEADLINE_S:.0f} s: another user of the "
-                    f"cluster holds its {amounts}"
+                    f"cluster holds its {spec.requested}"
                 )
         try:
             await started

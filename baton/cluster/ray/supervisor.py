@@ -306,11 +306,8 @@ class RayWorkerSupervisor:
     def _end_late(self, now_s: float) -> None:
         for name, running in list(self._running.items()):
             if running.pid is not None and now_s - running.since_s > START_DEADLINE_S:
-                requested = ", ".join(f"{amount:g} {unit}" for unit, amount in running.spec.resources.items())
-                self._on_worker_exit(
-                    name,
-                    f"was not started by Ray in {START_DEADLINE_S:.0f} s: another user holds its {requested}",
-                )
+                requested, limit = running.spec.requested, f"{START_DEADLINE_S:.0f} s"
+                self._on_worker_exit(name, f"was not started by Ray in {limit}: another user holds its {requested}")
 
     def _on_started(self, name: str, running: _RunningActor) -> None:
         ray = self._cluster.ray
