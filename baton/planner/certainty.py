@@ -26,7 +26,7 @@ from baton.planner.plan_from_solution import filled_s
 from baton.planner.pools import Pools, make_pools
 from baton.planner.problem import make_step, sync_table
 from baton.planner.solve import make_plan, restricted
-from baton.planner.training_shapes import Shapes, evaluated
+from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan
 
@@ -117,7 +117,8 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     for k in order:
         own = [stage for stage in plan.training.stages if owner[stage.gpu_ids[0]] == k]
         shapes.append(Shapes.of(len(own), own[0].tp, own[0].dp))
-    table = evaluated(model, work, pools, order, shapes, plan.training.shard_size, is_mixed=plan.training.is_mixed)
+    training = plan.training
+    table = evaluated(Pipelines(model, work, pools, order, shapes, training.shard_size, training.is_mixed))
     sync = sync_table(model, work, pools, table.shares)[0]
     costs = [
         (k, replica_cost(model, work, pools.pools[k].place, each.tp, each.pp, each.batch))

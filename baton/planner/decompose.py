@@ -28,6 +28,7 @@ from baton.planner.problem import AssignmentProblem, Floats, Ints, TrainTable, s
 from baton.planner.training_shapes import (
     CROSSING_STAGES,
     MAX_CROSSED,
+    Pipelines,
     Shapes,
     evaluated,
     pipeline_orders,
@@ -357,7 +358,7 @@ def _realise(
             for place in range(len(family.order)):
                 stage, tp = family.stages[place][rows], family.tp[place][rows]
                 shapes.append(Shapes(stage, tp, np.minimum(groups[place] + spare[place], family.most[place][rows])))
-            tables.append(evaluated(inputs.model, inputs.work, problem.pools, list(family.order), shapes))
+            tables.append(evaluated(Pipelines(inputs.model, inputs.work, problem.pools, family.order, shapes)))
     richer = with_table(inputs, problem, TrainTable.joined(tables, is_complete=True))
     found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
     return None if found is None else (richer, found)

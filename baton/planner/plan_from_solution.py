@@ -16,9 +16,9 @@ from baton.planner.exact import solution as selected
 from baton.planner.instance import Inputs
 from baton.planner.links import faster_seats, parts_of, used_pools
 from baton.planner.pools import Pools
-from baton.planner.problem import AssignmentProblem, Floats, replica_columns, sync_table
+from baton.planner.problem import AssignmentProblem, Floats, TrainTable, replica_columns, sync_table
 from baton.planner.replicas import rounded_shares
-from baton.planner.training_shapes import LayerBalance, Shapes, balanced, evaluated
+from baton.planner.training_shapes import LayerBalance, Pipelines, Shapes, balanced, evaluated
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica, Stage, Training
 
 
@@ -47,11 +47,7 @@ def _on_pools(
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
     candidate. Also return the solution of this problem."""
-    table, model, work = problem.table, inputs.model, inputs.work
-    order = pools.pipeline_order(np.flatnonzero(table.stages[solution.row]).tolist())
-    parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]
-    size, is_mixed = int(table.shard_size[solution.row]), bool(table.is_mixed[solution.row])
-    only = evaluated(model, work, pools, order, parts, size, is_mixed=is_mixed)
+    model, work, only = inputs.model, inputs.work, evaluated(_pipeline(inputs, pools, problem.table, solution.row))
     own = msgspec.structs.replace(
         problem,
         pools=pools,
@@ -62,6 +58,14 @@ def _on_pools(
     time_s = needed_s(own, solution.rollout.counts)
     found = selected(own, 0, msgspec.structs.replace(solution.rollout, time_s=time_s))
     return own, msgspec.structs.replace(found, bound_s=solution.bound_s)
+
+
+def _pipeline(inputs: Inputs, pools: Pools, table: TrainTable, row: int) -> Pipelines:
+    """Return the training shape in this table row as the only candidate."""
+    order = pools.pipeline_order(np.flatnonzero(table.stages[row]).tolist())
+    parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
+    size, is_mixed = int(table.shard_size[row]), bool(table.is_mixed[row])
+    return Pipelines(inputs.model, inputs.work, pools, order, parts, size, is_mixed)
 
 
 def describe_seated(
@@ -138,17 +142,14 @@ def filled_s(tokens: float, speed: Floats, pause: Floats) -> float:
 
 def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
     """Return the training side of a plan."""
-    table, pools = problem.table, problem.pools
-    order = pools.pipeline_order(np.flatnonzero(table.stages[row]).tolist())
     if inputs.rates is not None:
         return _rated_training(inputs, problem, row, seats)
-    parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
-    is_mixed = bool(table.is_mixed[row])
-    balance = balanced(inputs.model, inputs.work, pools, order, parts, int(table.shard_size[row]), is_mixed=is_mixed)
+    table, pools, pipeline = problem.table, problem.pools, _pipeline(inputs, problem.pools, problem.table, row)
+    parts, is_mixed, balance = pipeline.shapes, pipeline.is_mixed, balanced(pipeline)
     shard_gradients, shard_size = bool(balance.shard_gradients[0]), int(balance.shard_size[0])
     work = msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients, shard_size=shard_size)
     inputs = msgspec.structs.replace(inputs, work=work)
-    speeds = rank_speeds(work, [pools.pools[k].place for k in order]) if is_mixed else [1.0] * len(seats.stages)
+    speeds = rank_speeds(work, [pool.place for pool in pipeline.used]) if is_mixed else [1.0] * len(seats.stages)
     whole = [inputs.model.num_layers] * len(parts)
     layers = whole if is_mixed else stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0

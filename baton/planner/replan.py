@@ -24,7 +24,7 @@ from baton.planner.problem import AssignmentProblem, Ints, TrainTable
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.reward_stage import stage_choices
 from baton.planner.solve import restricted, solve
-from baton.planner.training_shapes import Shapes, evaluated
+from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan, RewardStage
 
@@ -173,8 +173,8 @@ def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan)
     order = problem.pools.pipeline_order(k for k in parts if k is not None)
     shapes = [Shapes.of(1, 1, parts[k].dp) for k in order]
     size = running.training.shard_size
-    mixed = evaluated(inputs.model, inputs.work, problem.pools, order, shapes, size, is_mixed=True)
-    table = TrainTable.joined([problem.table, mixed], is_complete=problem.table.is_complete)
+    mixed = Pipelines(inputs.model, inputs.work, problem.pools, order, shapes, size, is_mixed=True)
+    table = TrainTable.joined([problem.table, evaluated(mixed)], is_complete=problem.table.is_complete)
     return with_table(inputs, problem, table)
 
 

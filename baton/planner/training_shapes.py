@@ -12,7 +12,7 @@ train trajectories in proportion to their speeds (`mixed_stages.py` searches the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -70,6 +70,37 @@ class Shapes(msgspec.Struct, frozen=True):
         return len(self.tp)
 
 
+class Pipelines(msgspec.Struct, frozen=True):
+    """Candidate pipelines, or candidate mixed stages, on the same pools."""
+
+    model: ModelSpec
+    work: Workload
+    pools: Pools
+    order: Sequence[int]
+    """The pools that train, in the order of the pipeline."""
+    shapes: Sequence[Shapes]
+    """Shapes of the candidates on each of these pools."""
+    shard_size: int | None = None
+    """Number of ranks that share a copy of a stage; 0 for all ranks of the stage. By default, each machine has a copy
+    if copies fit into memory and are faster."""
+    is_mixed: bool = False
+    """Whether `shapes` are the parts of one stage. Each part then has all layers, and `shard_size` is required."""
+
+    @property
+    def used(self) -> list[GpuPool]:
+        return [self.pools.pools[k] for k in self.order]
+
+    @property
+    def depth(self) -> Ints:
+        """[candidates] number of stages of the pipeline."""
+        stages: Ints = np.sum([part.stages for part in self.shapes], axis=0)
+        return stages
+
+    def sharded(self, **changes: int) -> Pipelines:
+        """Return the candidates with another `shard_size` or `shard_gradients` of the workload."""
+        return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, **changes))
+
+
 class LayerBalance(msgspec.Struct, frozen=True):
     """How candidates divide the layers over pipeline stages, and the resulting times. Arrays are [candidates]."""
 
@@ -103,14 +134,15 @@ def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: 
     is_complete = True
     for order in pipeline_orders(pools, MAX_CROSSED if cross_types else 1):
         if len(order) > 1 and work.trainer == "baton":
-            tables += [evaluated(model, work, pools, order, each) for each in _equal_ranks(work, pools, order)]
-            continue
-        parts = [alone[k] for k in order]
-        if len(order) > 1:
-            parts = [part.take(np.isin(part.stages, CROSSING_STAGES)) for part in parts]
-        count = float(np.prod([float(len(part)) for part in parts]))
-        is_complete &= count <= MAX_SHAPES
-        tables += [evaluated(model, work, pools, order, each) for each in _combined(parts, count, pools, order)]
+            candidates = _equal_ranks(work, pools, order)
+        else:
+            parts = [alone[k] for k in order]
+            if len(order) > 1:
+                parts = [part.take(np.isin(part.stages, CROSSING_STAGES)) for part in parts]
+            count = float(np.prod([float(len(part)) for part in parts]))
+            is_complete &= count <= MAX_SHAPES
+            candidates = _combined(parts, count, pools, order)
+        tables += [evaluated(Pipelines(model, work, pools, order, shapes)) for shapes in candidates]
     return TrainTable.joined(tables, is_complete=is_complete)
 
 
@@ -139,10 +171,11 @@ def mixed_rows(
     """
     ones = np.ones_like(first)
 
-    def shapes(rows: Ints) -> list[Shapes]:
-        return [Shapes(ones[rows], ones[rows], count[rows]) for count in (first, second)]
+    def table(rows: Ints, shard_size: int) -> TrainTable:
+        shapes = [Shapes(ones[rows], ones[rows], count[rows]) for count in (first, second)]
+        return evaluated(Pipelines(model, work, pools, order, shapes, shard_size, is_mixed=True))
 
-    yield evaluated(model, work, pools, order, shapes(np.arange(len(first))), 0, is_mixed=True)
+    yield table(np.arange(len(first)), 0)
     used = [pools.pools[k] for k in order]
     widest = min(pool.levels[-1] for pool in used)
     size = np.minimum((first | second) & -(first | second), widest)
@@ -152,7 +185,7 @@ def mixed_rows(
         fits = [count <= pool.capacity(copy) for pool, count in zip(used, (first, second), strict=True)]
         rows = np.nonzero((size == copy) & np.all(fits, axis=0))[0]
         if len(rows):
-            yield evaluated(model, work, pools, order, shapes(rows), copy, is_mixed=True)
+            yield table(rows, copy)
 
 
 def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
@@ -214,41 +247,31 @@ def _product(parts: Sequence[Shapes]) -> list[Shapes]:
     return [part.take(grid.ravel()) for part, grid in zip(parts, grids, strict=True)]
 
 
-def evaluated(
-    model: ModelSpec,
-    work: Workload,
-    pools: Pools,
-    order: Sequence[int],
-    shapes: Sequence[Shapes],
-    shard_size: int | None = None,
-    *,
-    is_mixed: bool = False,
-) -> TrainTable:
-    """Return the pipelines or mixed stages that fit into memory, with their times and shares of the layers.
-    `shard_size`: see `balanced`."""
-    total = sum(part.stages for part in shapes)
-    shapes = [part.take(np.asarray((total <= model.num_layers) | is_mixed)) for part in shapes]
-    balance = balanced(model, work, pools, order, shapes, shard_size, is_mixed=is_mixed)
+def evaluated(of: Pipelines) -> TrainTable:
+    """Return the pipelines or mixed stages that fit into memory, with their times and shares of the layers."""
+    pools = of.pools.pools
+    is_possible = np.asarray((of.depth <= of.model.num_layers) | of.is_mixed)
+    of = msgspec.structs.replace(of, shapes=[part.take(is_possible) for part in of.shapes])
+    balance = balanced(of)
     fits = np.isfinite(balance.pace_s)
     rows = int(fits.sum())
-    stages, tp, dp = (np.zeros((rows, len(pools.pools)), dtype=np.int64) for _ in range(3))
-    layers = np.zeros((rows, len(pools.pools)))
-    for place, (index, part) in enumerate(zip(order, shapes, strict=True)):
+    stages, tp, dp = (np.zeros((rows, len(pools)), dtype=np.int64) for _ in range(3))
+    layers = np.zeros((rows, len(pools)))
+    for place, (index, part) in enumerate(zip(of.order, of.shapes, strict=True)):
         stages[:, index], tp[:, index], dp[:, index] = part.stages[fits], part.tp[fits], part.dp[fits]
         first, between, last = (each[fits] for each in balance.stage_layers[place])
-        layers[:, index] = (
-            first + last + between * (part.stages[fits] - (place == 0) - (place == len(order) - 1)).clip(0)
-        )
-    held = dp if is_mixed else layers  # FSDP divides the weights equally among the ranks of a stage
+        num_between = (part.stages[fits] - (place == 0) - (place == len(of.order) - 1)).clip(0)
+        layers[:, index] = first + last + between * num_between
+    held = dp if of.is_mixed else layers  # FSDP divides the weights equally among the ranks of a stage
     return TrainTable(
         stages=stages,
         tp=tp,
         dp=dp,
-        time_s=balance.time_s[fits] + max(pool.place.efficiency.train_overhead_s for pool in pools.pools),
+        time_s=balance.time_s[fits] + max(pool.place.efficiency.train_overhead_s for pool in pools),
         shares=held / held.sum(axis=1, keepdims=True),
         is_complete=True,
         shard_size=balance.shard_size[fits],
-        is_mixed=np.full(rows, is_mixed),
+        is_mixed=np.full(rows, of.is_mixed),
     )
 
 
@@ -261,68 +284,43 @@ class _Kind(msgspec.Struct, frozen=True):
     most: Floats
 
 
-def balanced(
-    model: ModelSpec,
-    work: Workload,
-    pools: Pools,
-    order: Sequence[int],
-    shapes: Sequence[Shapes],
-    shard_size: int | None = None,
-    *,
-    is_mixed: bool = False,
-) -> LayerBalance:
-    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. With
-    `is_mixed`, `shapes` are the parts of one stage, each part has all layers, and `shard_size` is required.
-
-    Baton's trainer shards gradients if unsharded gradients do not fit into memory. `shard_size`: number of ranks that
-    share a copy of a stage; 0 for all ranks of the stage. By default, each machine has a copy if copies fit into memory
-    and are faster.
-    """
-    if shard_size is not None:
-        sharded = msgspec.structs.replace(work, shard_size=shard_size)
-        return _fitting(_mixed if is_mixed else _balanced, model, sharded, pools, order, shapes)
-    assert not is_mixed, "a mixed stage needs shard_size"
-    found = _fitting(_balanced, model, work, pools, order, shapes)
-    used = [pools.pools[k] for k in order]
-    size = min(pool.levels[-1] for pool in used)
-    if work.trainer == "idealised" or size == 1 or any(pool.gpu == "CPU" for pool in used):
+def balanced(of: Pipelines) -> LayerBalance:
+    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. Baton's
+    trainer shards gradients if unsharded gradients do not fit into memory."""
+    if of.shard_size is not None:
+        return _fitting(of.sharded(shard_size=of.shard_size))
+    assert not of.is_mixed, "a mixed stage needs shard_size"
+    found = _fitting(of)
+    size = min(pool.levels[-1] for pool in of.used)
+    if of.work.trainer == "idealised" or size == 1 or any(pool.gpu == "CPU" for pool in of.used):
         return found
     is_whole = [
         (part.tp == 1) & (part.dp > size) & (part.dp % size == 0) & (part.stages * part.dp <= pool.capacity(size))
-        for pool, part in zip(used, shapes, strict=True)
+        for pool, part in zip(of.used, of.shapes, strict=True)
     ]
     can_copy = np.all(is_whole, axis=0)
     if not can_copy.any():
         return found
-    copies = _fitting(_balanced, model, msgspec.structs.replace(work, shard_size=size), pools, order, shapes)
+    copies = _fitting(of.sharded(shard_size=size))
     return _chosen(can_copy & (copies.time_s < found.time_s * (1 - 1e-9)), copies, found)
 
 
-def _fitting(
-    balance: Callable[..., LayerBalance],
-    model: ModelSpec,
-    work: Workload,
-    pools: Pools,
-    order: Sequence[int],
-    shapes: Sequence[Shapes],
-) -> LayerBalance:
-    """Return the result of `balance`. A candidate has sharded gradients if unsharded gradients do not fit into
-    memory."""
-    found = balance(model, work, pools, order, shapes)
-    if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
+def _fitting(of: Pipelines) -> LayerBalance:
+    """Implement `balanced` for the `shard_size` that the workload specifies."""
+    balance = _mixed if of.is_mixed else _balanced
+    found = balance(of)
+    fits = np.isfinite(found.pace_s)
+    if of.work.trainer == "idealised" or of.work.shard_gradients or fits.all():
         return found
-    sharded = balance(model, msgspec.structs.replace(work, shard_gradients=True), pools, order, shapes)
-    return _chosen(np.isfinite(found.pace_s), found, sharded)
+    return _chosen(fits, found, balance(of.sharded(shard_gradients=True)))
 
 
-def _mixed(
-    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
-) -> LayerBalance:
-    """Return the times of mixed stages for the sharding in `work`. All ranks hold equally large shards, so the GPU type
-    with the least memory determines whether a stage fits."""
-    places = [pools.pools[k].place for k in order]
-    counts = [part.dp for part in shapes]
-    terms = mixed_terms(model, work, places, counts, _mixed_link(pools, order, counts))
+def _mixed(of: Pipelines) -> LayerBalance:
+    """Return the times of mixed stages for the sharding that the workload specifies. All ranks hold equally large
+    shards, so the GPU type with the least memory determines whether a stage fits."""
+    model, work, places = of.model, of.work, [pool.place for pool in of.used]
+    counts = [part.dp for part in of.shapes]
+    terms = mixed_terms(model, work, places, counts, _mixed_link(of.pools, of.order, counts))
     ranks = np.sum(counts, axis=0)
     limit = min(place.memory_limit_bytes for place in places)
     fits = most_layers(rank_phases(model, terms[0].rank), limit) >= model.num_layers
@@ -336,7 +334,7 @@ def _mixed(
     nothing, layers = np.zeros(len(ranks), dtype=np.int64), np.full(len(ranks), model.num_layers, dtype=np.int64)
     return LayerBalance(
         pace_s=pace,
-        stage_layers=((nothing, nothing, layers),) * len(order),
+        stage_layers=((nothing, nothing, layers),) * len(places),
         compute_s=pace,
         bubble_s=np.zeros(len(ranks)),
         gradients_s=tails[0] + nothing,
@@ -368,17 +366,17 @@ def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -
     return LayerBalance(**{key: merged(getattr(one, key), getattr(other, key)) for key in keys})
 
 
-def _balanced(
-    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
-) -> LayerBalance:
-    """Implement `balanced` for the sharding that `work` specifies. The pace is the time of the slowest stage. The
+def _balanced(of: Pipelines) -> LayerBalance:
+    """Implement `balanced` for the sharding that the workload specifies. The pace is the time of the slowest stage. The
     search starts at the pace that would be possible with fractional layers, and raises it to the next possible value
     until all layers are placed."""
-    widest = np.max([part.dp for part in shapes], axis=0)
-    depth = np.sum([part.stages for part in shapes], axis=0)
-    count = microbatches(work, widest)
-    terms = [_terms(model, work, pools, index, part, depth) for index, part in zip(order, shapes, strict=True)]
-    kinds = _kinds(model, pools, order, shapes, terms, in_flight(work, depth, widest))
+    model, work, depth = of.model, of.work, of.depth
+    widest = np.max([part.dp for part in of.shapes], axis=0)
+    terms = []
+    for pool, part in zip(of.used, of.shapes, strict=True):
+        term = stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp)
+        terms.append(msgspec.structs.replace(term, rank=rank_of(work, term.rank, depth, part.tp * part.dp)))
+    kinds = _kinds(of, terms, in_flight(work, depth, widest))
     flat = [kind for group in kinds for kind in group]
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.sum([kind.count / kind.per_layer_s for kind in flat], axis=0)
@@ -398,7 +396,7 @@ def _balanced(
             can = (kind.count > 0) & (own < kind.most)
             following = np.where(can, np.minimum(following, kind.base_s + (own + 1) * kind.per_layer_s), following)
         pace = np.where(short, following, pace)
-    return _finish(model, work, terms, kinds, layers, pace, depth, count)
+    return _finish(of, terms, kinds, layers, pace, microbatches(work, widest))
 
 
 def _held(kind: _Kind, pace: Floats) -> Floats:
@@ -408,28 +406,14 @@ def _held(kind: _Kind, pace: Floats) -> Floats:
     return held
 
 
-def _terms(model: ModelSpec, work: Workload, pools: Pools, index: int, part: Shapes, depth: Ints) -> StageTerms:
-    pool = pools.pools[index]
-    terms = stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp)
-    return msgspec.structs.replace(terms, rank=rank_of(work, terms.rank, depth, part.tp * part.dp))
-
-
-def _kinds(
-    model: ModelSpec,
-    pools: Pools,
-    order: Sequence[int],
-    shapes: Sequence[Shapes],
-    terms: Sequence[StageTerms],
-    in_flight: Floats,
-) -> list[list[_Kind]]:
+def _kinds(of: Pipelines, terms: Sequence[StageTerms], in_flight: Floats) -> list[list[_Kind]]:
     """Return three objects of `_Kind` for each pool: one for stages at the start of the pipeline, one for the middle,
     one for the end. The stage of a one-stage pipeline counts as the end."""
-    found = []
-    depth = np.sum([part.stages for part in shapes], axis=0)
-    for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):
-        pool = pools.pools[index]
-        is_first, is_last = place == 0, place == len(order) - 1
-        boundary = np.where(depth > 1, term.boundary_tokens_bytes / stage_link(pools, order, place, part.stages), 0.0)
+    found, depth = [], of.depth
+    for place, (pool, part, term) in enumerate(zip(of.used, of.shapes, terms, strict=True)):
+        is_first, is_last = place == 0, place == len(of.order) - 1
+        link = stage_link(of.pools, of.order, place, part.stages)
+        boundary = np.where(depth > 1, term.boundary_tokens_bytes / link, 0.0)
         both = is_first & is_last & (part.stages == 1)
         counts = (
             np.where(both, 0, int(is_first)),
@@ -443,7 +427,7 @@ def _kinds(
                     counts[which],
                     boundary + (term.head_s if which == 2 else 0.0),
                     np.asarray(term.per_layer_s, dtype=float),
-                    most_layers(rank_phases(model, term.rank, (which == 0) | both, which == 2, in_flight), limit),
+                    most_layers(rank_phases(of.model, term.rank, (which == 0) | both, which == 2, in_flight), limit),
                 )
                 for which in range(3)
             ]
@@ -465,15 +449,15 @@ def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> 
 
 
 def _finish(
-    model: ModelSpec,
-    work: Workload,
+    of: Pipelines,
     terms: Sequence[StageTerms],
     kinds: Sequence[Sequence[_Kind]],
     layers: Sequence[Floats],
     pace: Floats,
-    depth: Ints,
     count: Floats,
 ) -> LayerBalance:
+    """Return the balance for these layers of each kind of stage. `count`: number of microbatches of an update."""
+    model, work, depth = of.model, of.work, of.depth
     gradients = np.zeros(len(pace))
     optimizer = np.zeros(len(pace))
     for place, group in enumerate(kinds):
