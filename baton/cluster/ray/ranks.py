@@ -70,13 +70,17 @@ class RayRanks:
         if self._is_here:
             return Path(path)
         handle, name = tempfile.mkstemp(prefix="baton-version-")
-        with writing(Path(name)), os.fdopen(handle, "wb") as file:
-            while True:
-                future = self._actors[0].take.remote(path, file.tell())
-                piece = self._gather([future], "bring a version", START_DEADLINE_S)[0]
-                file.write(memoryview(piece))
-                if len(piece) < PIECE_BYTES:
-                    return Path(name)
+        try:
+            with writing(Path(name)), os.fdopen(handle, "wb") as file:
+                while True:
+                    future = self._actors[0].take.remote(path, file.tell())
+                    piece = self._gather([future], "bring a version", START_DEADLINE_S)[0]
+                    file.write(memoryview(piece))
+                    if len(piece) < PIECE_BYTES:
+                        return Path(name)
+        except BaseException:
+            Path(name).unlink()
+            raise
 
     def close(self) -> None:
         actors, self._actors = self._actors, []

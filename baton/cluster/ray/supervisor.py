@@ -197,7 +197,8 @@ class RayWorkerSupervisor:
 
     def _supervise(self) -> None:
         try:
-            self._apply_commands(self._supervision.start())
+            with self._lock:
+                self._apply_commands(self._supervision.start())
             while not self._stopping.is_set():
                 self._await_ends()
                 self._check_machines()
