@@ -27,7 +27,8 @@ class GpuAssignment(msgspec.Struct, frozen=True):
 class _Request(msgspec.Struct, frozen=True):
     group: int
     count: int
-    is_training: bool
+    role: str
+    """`train` or `rollout`."""
     index: int
     """For a stage, its index within its pool. For a replica, the index of its shape in `AssignmentProblem.columns`."""
 
@@ -46,7 +47,7 @@ def seat(
     replicas on nodes with few free GPUs. `prefer`: current role (`train` or `rollout`) of GPUs, which is kept if
     possible.
     """
-    table, pools = problem.table, problem.pools
+    table, pools, prefer = problem.table, problem.pools, prefer or {}
     staged: dict[tuple[int, int], list[tuple[str, ...]]] = {}
     seated: list[tuple[int, tuple[str, ...]]] = []
     idle: list[tuple[int, str]] = []
@@ -57,11 +58,11 @@ def seat(
         if row is not None:
             width = int(table.groups[row, k])
             count = int(table.tp[row, k] * table.dp[row, k]) // max(1, width)
-            requests += [_Request(width, count, True, stage) for stage in range(int(table.stages[row, k]))]
+            requests += [_Request(width, count, "train", stage) for stage in range(int(table.stages[row, k]))]
         for index, (column, count) in enumerate(zip(problem.columns, counts, strict=True)):
             if column.pool == k:
-                requests += [_Request(column.num_gpus, 1, False, index) for _ in range(count)]
-        requests.sort(key=lambda r: (-r.group, not r.is_training))
+                requests += [_Request(column.num_gpus, 1, "rollout", index) for _ in range(count)]
+        requests.sort(key=lambda r: (-r.group, r.role != "train"))
         for request in requests:
             by_node: dict[int, list[tuple[str, ...]]] = {}
             for placed in range(request.count):
@@ -70,7 +71,7 @@ def seat(
                 free[node] = [gpu for gpu in free[node] if gpu not in chosen]
                 by_node.setdefault(node, []).append(tuple(f"{names[node]}:{gpu}" for gpu in chosen))
             found = [group for groups in by_node.values() for group in groups]
-            if request.is_training:
+            if request.role == "train":
                 staged[k, request.index] = found
             else:
                 seated.append((request.index, tuple(gpu for group in found for gpu in group)))
@@ -86,17 +87,16 @@ def _choose(
     free: Sequence[list[int]],
     names: Sequence[str],
     request: _Request,
-    prefer: dict[str, str] | None,
+    prefer: dict[str, str],
     used: Container[int],
     wanted: int,
 ) -> int:
     """Choose a node for the next group of a request, and return the index of the node. `used`: nodes of the request's
     other groups. `wanted`: number of GPUs that the request still needs."""
-    role = "train" if request.is_training else "rollout"
 
     def rank(node: int) -> tuple[float, ...]:
         room = len(free[node])
-        kept = sum((prefer or {}).get(f"{names[node]}:{gpu}") == role for gpu in free[node])
+        kept = sum(prefer.get(f"{names[node]}:{gpu}") == request.role for gpu in free[node])
         return -min(kept, request.group), node not in used, room < wanted, room if room >= wanted else -room, node
 
     fitting = [node for node, left in enumerate(free) if len(left) >= request.group]
@@ -104,7 +104,6 @@ def _choose(
     return min(fitting, key=rank)
 
 
-def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, str] | None) -> list[int]:
-    role = "train" if request.is_training else "rollout"
-    ranked = sorted(free, key=lambda gpu: ((prefer or {}).get(f"{name}:{gpu}") != role, gpu))
+def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, str]) -> list[int]:
+    ranked = sorted(free, key=lambda gpu: (prefer.get(f"{name}:{gpu}") != request.role, gpu))
     return sorted(ranked[: request.group])

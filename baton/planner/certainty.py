@@ -155,14 +155,12 @@ def _nearest(
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None
 
-    def found_with(efficiencies: Efficiencies) -> tuple[str, ...]:
-        return trains(make_plan(msgspec.structs.replace(inputs, efficiencies=efficiencies), time_limit_s=5.0))
-
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
-        return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
+        changed = calibration.at(lambda each: value if each is parameter else base(each))
+        return trains(make_plan(msgspec.structs.replace(inputs, efficiencies=changed), time_limit_s=5.0))
 
     # the given plan may train on other GPU types than this search finds, because a longer search or `replan` made it
-    now = found_with(inputs.efficiencies)
+    now = trains(make_plan(inputs, time_limit_s=5.0))
     for tried, parameter in enumerate(parameters):
         if is_late():
             return best[1] if best else None, tried
@@ -179,11 +177,8 @@ def _nearest(
                         changed, other = middle, found
             except UserError:
                 continue
-            start = base(parameter)
+            start, words = base(parameter), parameter.words
             factor = max(changed / start, start / changed)
-            change = TrainerChange(
-                parameter.name, parameter.origin, parameter.words(start), parameter.words(changed), other
-            )
             if best is None or factor < best[0]:
-                best = factor, change
+                best = factor, TrainerChange(parameter.name, parameter.origin, words(start), words(changed), other)
     return best[1] if best else None, len(parameters)

@@ -4,6 +4,7 @@ rollout, colocation of both, and the division by the published method."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -31,15 +32,16 @@ def alternatives(inputs: Inputs, *, reward_per_h: float = 0.0, time_limit_s: flo
     """Return alternatives to the plan of this cluster. `reward_per_h`: price of the reward stage, which is added to the
     price of each alternative."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
-        ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
-        ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),
-        ("50 % rollout, 50 % training", lambda: split_plan(inputs, 0.5)),
-        ("training and generation alternate on all GPUs", lambda: make_colocated_plan(inputs)),
+        ("the published method (equation 3)", partial(make_plan, inputs, "paper", time_limit_s=time_limit_s)),
+        ("75 % rollout, 25 % training", partial(split_plan, inputs, 0.25)),
+        ("50 % rollout, 50 % training", partial(split_plan, inputs, 0.5)),
+        ("training and generation alternate on all GPUs", partial(make_colocated_plan, inputs)),
     ]
     if len(inputs.cluster.gpu_types) > 1:
-        for cluster in homogeneous(inputs.cluster):
-            asked = inputs.on(cluster)
-            ways.append((cluster.name, lambda asked=asked: make_plan(asked, time_limit_s=time_limit_s)))  # type: ignore[misc]
+        ways += [
+            (cluster.name, partial(make_plan, inputs.on(cluster), time_limit_s=time_limit_s))
+            for cluster in homogeneous(inputs.cluster)
+        ]
     found = []
     for name, way in ways:
         try:

@@ -147,12 +147,9 @@ class SimWorker:
     def _beat(self, beats: int) -> None:
         if beats != self._beats or not self.session.is_ready or self.is_frozen:
             return
-        self._say_beat()
-        self._clock.after(self._swarm.heartbeat_s, self._beat, beats)
-
-    def _say_beat(self) -> None:
         self.session.stats = EngineStats(decoded_tokens=self.engine.decoded())
         self._run_commands((self.session.heartbeat(),))
+        self._clock.after(self._swarm.heartbeat_s, self._beat, beats)
 
     # ---- messages from the hub ---------------------------------------------------------------------------------------
 
