@@ -82,25 +82,17 @@ def _changes_table(report: RunReport) -> Table:
     has_rewards = any(
         each is not None and each.own_reward is not None for c in report.changes for each in (c.before, c.after)
     )
-    if first == last:
-        table = _table("accuracy", f"step {first}")
-        for change in report.changes:
-            table.add_row(f"{change.before.task}, {change.before.way}", shown_share(change.before.accuracy))
-            if has_rewards and change.before.reward is not None:
-                table.add_row(f"{change.before.task}, {change.before.way}, reward", f"{change.before.reward:.3f}")
-        return table
-    table = _table("accuracy", f"step {first}", f"step {last}", "gain")
+    headings = (f"step {first}",) if first == last else (f"step {first}", f"step {last}", "gain")
+    table = _table("accuracy", *headings)
     for change in report.changes:
-        table.add_row(
-            f"{change.before.task}, {change.before.way}",
-            shown_share(change.before.accuracy),
-            "" if change.after is None else shown_share(change.after.accuracy),
-            "" if change.points is None else f"{change.points:+.1f}",
-        )
         before, after = change.before, change.after or change.before
+        name = f"{before.task}, {before.way}"
+        later = "" if change.after is None else shown_share(change.after.accuracy)
+        gain = "" if change.points is None else f"{change.points:+.1f}"
+        table.add_row(name, *(shown_share(before.accuracy), later, gain)[: len(headings)])
         if has_rewards and before.reward is not None and after.reward is not None:
-            gain = f"{after.reward - before.reward:+.3f}"
-            table.add_row(f"{before.task}, {before.way}, reward", f"{before.reward:.3f}", f"{after.reward:.3f}", gain)
+            rewards = f"{before.reward:.3f}", f"{after.reward:.3f}", f"{after.reward - before.reward:+.3f}"
+            table.add_row(f"{name}, reward", *rewards[: len(headings)])
     return table
 
 
