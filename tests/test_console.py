@@ -56,7 +56,7 @@ from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_dry_run, print_evaluations, print_report
 from baton.views.terminal.simulation import print_result, print_sweep
 from baton.views.terminal.trajectories import print_trajectories
-from tests.cluster.plans import plan_of, replica, stage
+from tests.cluster.plans import mixed, plan_of, replica, scoring, stage
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = "[/x][red]a :smile:\x1b[2J\x1b]0;title\x07\x9b31m\x7f\r\x08\u202eb\u2066\u200b\u2028\ud800[link=x]"
@@ -270,8 +270,12 @@ def test_errors_and_log_lines_of_a_command_are_spelled_out(tmp_path: Path) -> No
 def test_pages_hold_texts_from_outside_as_texts(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
     page = tmp_path / "report.html"
-    plan = plan_of([stage("H100", "a:0")], [replica("L20", "b:0", share=1.0)], cluster=hostile, model=hostile)
+    stages, engines = [stage("H100", "a:0"), stage("H20", "d:0")], [replica("L20", "b:0", share=1.0)]
+    judge = scoring("L4", "c:0", model=hostile)
+    plan = mixed(plan_of(stages, engines, cluster=hostile, model=hostile, reward=judge))
     write_plan_page(page, PlanResult(plan, inputs_of(hostile)), ())
+    assert '1 × L4</td><td colspan="2">reward model &lt;/script&gt;' in page.read_text()
+    assert "<td>1 of dp 2, 50% of the rows</td>" in page.read_text()
     assert "<script>alert" not in page.read_text()
     assert "<img src=x" not in page.read_text()
     result = msgspec.convert(_replaced(msgspec.to_builtins(filled(Result)), hostile), Result)

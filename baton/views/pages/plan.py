@@ -11,7 +11,7 @@ from baton.planner.result import PlanResult
 from baton.planner.what_if import PricePoint
 from baton.specs.plan import Plan
 from baton.views.pages.template import render_template
-from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, replicas_by_shape
+from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, replicas_by_shape, training_shape
 
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
@@ -24,6 +24,7 @@ def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint])
         "plan.html",
         {"seconds": seconds, "memory": memory, "gpus": gpu_names},
         plan=plan,
+        shape=training_shape,
         tiles=list(_tiles(plan)),
         keys=plan_charts.colours(plan)[1],
         drawing=plan_charts.cluster_drawing(plan, result.inputs.cluster),
