@@ -101,8 +101,7 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
         return None
     columns = tuple(problem.columns[index] for index in fitting)
     program = RolloutProgram(msgspec.structs.replace(problem, columns=columns))
-    nothing = [0] * len(pools)
-    rollout = program.fastest(program.left(nothing, nothing), [True] * len(pools), problem.step.judge_s)
+    rollout = program.fastest(program.left(None), [True] * len(pools), problem.step.judge_s)
     if rollout is None:
         return None
     counts = [0] * len(problem.columns)

@@ -106,7 +106,7 @@ def _try(
     maximum publication time. `lower`: the known lower bound."""
     table, step = problem.table, problem.step
     train_s = float(table.time_s[row])
-    left = program.left(table.gpus[row].tolist(), table.groups[row].tolist())
+    left = program.left(row)
     allowed = (problem.sync_s[row] <= sync_s * (1 + CLOSE)).tolist()
     if np.isfinite(step_s):
         budget = step.rollout_budget_s(step_s * (1 - CLOSE), sync_s, train_s)

@@ -10,8 +10,9 @@ found.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
+import msgspec
 import numpy as np
 
 from baton.planner.exact import Solution, solution
@@ -116,23 +117,21 @@ def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[in
     """Return which training shapes fit into the first `train[k]` GPUs of each pool k."""
     table = problem.table
     fits = np.ones(len(table), dtype=bool)
+    gpus, groups = table.gpus, table.groups
     for k, pool in enumerate(problem.pools.pools):
-        sizes = taken_sizes(pool, int(train[k]))
-        room = {level: level * sum(size // level for size in sizes) for level in pool.levels}
-        groups = table.groups[:, k]
-        for level in np.unique(groups):
+        taken, _ = _divided(pool, int(train[k]))
+        for level in np.unique(groups[:, k]).tolist():
             if level:
-                fits &= (groups != level) | (table.gpus[:, k] <= room[int(level)])
+                fits &= (groups[:, k] != level) | (gpus[:, k] <= taken.capacity(level))
     return fits
 
 
-def taken_sizes(pool: GpuPool, count: int) -> list[int]:
-    """Return how many of the pool's first `count` GPUs each node has."""
-    found, left = [], count
-    for size in pool.sizes:
-        found.append(min(size, left))
-        left -= found[-1]
-    return found
+def _divided(pool: GpuPool, count: int) -> tuple[GpuPool, GpuPool]:
+    """Divide a pool into its first `count` GPUs and its other GPUs. A node may have 0 GPUs in a part."""
+    ends = np.minimum(np.cumsum([0, *pool.sizes]), count).tolist()
+    taken = tuple(after - before for before, after in pairwise(ends))
+    rest = tuple(size - own for size, own in zip(pool.sizes, taken, strict=True))
+    return msgspec.structs.replace(pool, sizes=taken), msgspec.structs.replace(pool, sizes=rest)
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
@@ -142,8 +141,8 @@ def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train
         return None
     left = []
     for k, pool in enumerate(problem.pools.pools):
-        rest = [size - taken for size, taken in zip(pool.sizes, taken_sizes(pool, int(train[k])), strict=True)]
-        left += [level * sum(size // level for size in rest) for level in pool.levels]
+        _, rest = _divided(pool, int(train[k]))
+        left += [rest.capacity(level) for level in pool.levels]
     row = int(fits[np.argmin(problem.table.time_s[fits])])
     everywhere = [True] * len(problem.pools.pools)
     rollout = program.fastest(tuple(left), everywhere, problem.step.judge_s)

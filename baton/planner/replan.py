@@ -202,9 +202,7 @@ def _only(problem: AssignmentProblem, row: int) -> AssignmentProblem:
 
 def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
     """Return the solution that keeps a training shape and replicas, and places more replicas on the free GPUs."""
-    table = problem.table
-    left = program.left(table.gpus[row].tolist(), table.groups[row].tolist())
-    rollout = _beside(problem, program, left, kept)
+    rollout = _beside(problem, program, program.left(row), kept)
     return None if rollout is None else solution(problem, row, rollout)
 
 
@@ -243,8 +241,7 @@ def _beside(
 def _trained_beside(problem: AssignmentProblem, program: RolloutProgram, kept: list[int]) -> Solution | None:
     """Return the best solution that keeps the replicas. Only the 8 fastest training shapes that fit are tried."""
     table = problem.table
-    shapes = zip(table.gpus.tolist(), table.groups.tolist(), strict=True)
-    rows = np.nonzero([min(program.less(program.left(*shape), kept)) >= 0 for shape in shapes])[0]
+    rows = np.nonzero([min(program.less(program.left(row), kept)) >= 0 for row in range(len(table))])[0]
     best: Solution | None = None
     for row in rows[np.argsort(table.time_s[rows], kind="stable")][:8].tolist():
         found = _filled(problem, program, row, kept)

@@ -37,6 +37,7 @@ class RolloutProgram:
 
     def __init__(self, problem: AssignmentProblem) -> None:
         self._step, self._columns, self._pools = problem.step, problem.columns, problem.pools.pools
+        self._trained, self._groups = problem.table.gpus, problem.table.groups
         self._rows = [(pool, level) for pool in range(len(self._pools)) for level in self._pools[pool].levels]
         self._speed = np.array([column.cost.tokens_per_s for column in problem.columns])
         self._pause = np.array([column.cost.pause_s for column in problem.columns])
@@ -47,13 +48,14 @@ class RolloutProgram:
         self._best: dict[tuple[object, ...], RolloutAllocation] = {}
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
-    def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """Return how many GPUs are left if training uses `gpus[k]` GPUs of pool k in groups of `tp[k]`. The result has
-        one number for each pool and each level: the number of GPUs that are usable in groups of this size."""
-        return tuple(
-            self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
-            for pool, level in self._rows
-        )
+    def left(self, row: int | None) -> tuple[int, ...]:
+        """Return how many GPUs the training shape in this table row leaves; without a row, how many there are. The
+        result has one number for each pool and each level: the number of GPUs usable in groups of this size."""
+        room = [self._pools[pool].capacity(level) for pool, level in self._rows]
+        if row is not None:
+            gpus, groups = self._trained[row].tolist(), self._groups[row].tolist()
+            room = [num - gpus[k] * (groups[k] >= level) for num, (k, level) in zip(room, self._rows, strict=True)]
+        return tuple(room)
 
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
         """Subtract the GPUs of `counts` replicas of each shape from `left`. If the replicas do not fit, a value of the
