@@ -288,14 +288,10 @@ class ModeBench:
         self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
 
     def result(
-        self,
-        bound_s: float,
-        step_bound_s: float,
-        sync: float | None,
-        control: float | None,
-        curve: Mapping[int, float],
+        self, bound_s: float, step_bound_s: float, rates: Mapping[str, float], curve: Mapping[int, float]
     ) -> ModeResult:
-        """curve: mean seconds of a decode step without prefill, by number of rows, over all modes."""
+        """rates: tokens per second of each mode. curve: mean seconds of a decode step without prefill, by number of
+        rows, over all modes."""
         rate, port = self.rate, self.port
         in_steps_s = sum(s for _, _, s in port.steps)
         extra_s = sum(s - curve.get(width, 0.0) for width, prefilled, s in port.steps if prefilled)
@@ -313,8 +309,8 @@ class ModeBench:
             delivered_tokens=self.delivered.tokens,
             seconds=self.seconds,
             tokens_per_s=rate,
-            over_sync=rate / sync if sync else None,
-            over_control=rate / control if control else None,
+            over_sync=rate / rates["sync"] if "sync" in rates else None,
+            over_control=rate / rates[CONTROL] if CONTROL in rates else None,
             occupancy=self.decoded / max(1, self.decode_rows),
             of_bound=bound_s / self.seconds,
             of_step_bound=step_bound_s / self.seconds,
@@ -441,10 +437,7 @@ def measure(
         step_ms_by_width={width: 1000 * s for width, s in curve.items()},
         prefill_ms_per_token=1000 * prefill_s,
         bound_over_sync=sync.seconds / bound_s(sync) if sync else None,
-        modes=tuple(
-            side.result(bound_s(side), step_bound_s(side), rates.get("sync"), rates.get(CONTROL), curve)
-            for side in sides
-        ),
+        modes=tuple(side.result(bound_s(side), step_bound_s(side), rates, curve) for side in sides),
     )
 
 
