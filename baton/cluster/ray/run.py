@@ -29,7 +29,7 @@ from baton.policy.settings import dtype_on
 from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
 from baton.run.predictions import predictions_of_plan
-from baton.specs.plan import Plan, read_plan
+from baton.specs.plan import read_plan
 from baton.stop import StopRequest
 from baton.swarm.listen import is_loopback
 from baton.weights.direct.settings import DirectTransfer
@@ -74,7 +74,7 @@ def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
         observer.said(note)
     cluster = RayCluster(order.address)
     try:
-        return _RayAttempts(order, plan, cluster, observer, stop).run()
+        return _RayAttempts(order, Replanner(recipe, plan), cluster, observer, stop).run()
     finally:
         cluster.leave()
 
@@ -82,11 +82,10 @@ def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
 class _RayAttempts:
     """The attempts of one command to run a plan."""
 
-    def __init__(self, order: RayRun, plan: Plan, cluster: RayCluster, observer: Observer, stop: StopRequest) -> None:
-        self.order, self.cluster, self.observer, self.stop = order, cluster, observer, stop
-        recipe = order.load([])
-        self.planner = Replanner(recipe, plan)
-        self.types = self.planner.base_types
+    def __init__(
+        self, order: RayRun, planner: Replanner, cluster: RayCluster, observer: Observer, stop: StopRequest
+    ) -> None:
+        self.order, self.planner, self.cluster, self.observer, self.stop = order, planner, cluster, observer, stop
         self.has_begun = False
         """True if an attempt of this command has started the run; the next attempt then resumes the run."""
         self.names: dict[str, str] = {}
@@ -192,13 +191,12 @@ class _RayAttempts:
                     self.cluster.release(own)
 
     def _machines(self, names: dict[str, str]) -> tuple[Machine, ...]:
-        return machines(self.cluster.rows(), types=self.types, known=names)
+        return machines(self.cluster.rows(), types=self.planner.base_types, known=names)
 
     def _recipe(self, placement: Placement, machines: dict[str, Machine]) -> Recipe:
         """Return the recipe with the ranks, the threads and the hub's address that the placement requires."""
         overrides = [*placement.overrides, "fleet.ray=true"]
-        recipe = self.order.load([])
-        rank = placement.ranks[0]
+        recipe, rank = self.planner.recipe, placement.ranks[0]
         if len(placement.ranks) == 1 and rank.gpu == CPU and not recipe.run.threads:
             overrides.append(f"run.threads={rank.threads}")
         for key, dtype in {"trainer": recipe.trainer.dtype, "engine": recipe.engine.dtype}.items():
