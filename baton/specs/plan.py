@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,11 +19,15 @@ PROVEN = 1e-6
 """A plan counts as proven optimal if `Bound.gap` is below this value."""
 
 
+GpuIds = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+"""Ids of at least one GPU, each as `node:index`. A plan without them in a file is refused."""
+
+
 class Stage(msgspec.Struct, frozen=True):
     """One stage of the training pipeline."""
 
     gpu: str
-    gpu_ids: tuple[str, ...]
+    gpu_ids: GpuIds
     """Each GPU as `node:index`. The GPUs of one tensor-parallel group are adjacent in this list."""
     dp: int
     tp: int
@@ -39,7 +43,7 @@ class Stage(msgspec.Struct, frozen=True):
 class Training(msgspec.Struct, frozen=True):
     """The training side of a plan."""
 
-    stages: tuple[Stage, ...]
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1)]
     """The pipeline stages. If `is_mixed` is set, there is one element for each GPU type instead."""
     microbatches: int
     """Microbatches per optimiser update."""
@@ -76,7 +80,7 @@ class Replica(msgspec.Struct, frozen=True):
     """One engine of the rollout side."""
 
     gpu: str
-    gpu_ids: tuple[str, ...]
+    gpu_ids: GpuIds
     """Each GPU as `node:index`, in the order of the pipeline stages."""
     tp: int
     pp: int
@@ -102,7 +106,7 @@ class RewardStage(msgspec.Struct, frozen=True):
 
     model: str
     gpu: str
-    gpu_ids: tuple[str, ...]
+    gpu_ids: GpuIds
     """Each GPU as `node:index`."""
     trajectory_s: float
     """Mean time that one GPU needs to score a trajectory."""
@@ -214,7 +218,7 @@ class Plan(msgspec.Struct, frozen=True):
     workload: str
     method: str
     training: Training
-    replicas: tuple[Replica, ...]
+    replicas: Annotated[tuple[Replica, ...], msgspec.Meta(min_length=1)]
     idle: tuple[Idle, ...]
     breakdown: Breakdown
     tokens_per_step: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -168,6 +169,14 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_bytes((tmp_path / "plan.json").read_bytes().replace(b"Fast", b"F\xe4st"))
     with pytest.raises(UserError, match=r"other.json is not a plan: .*utf-8"):
         read_plan(tmp_path / "other.json")
+    for part in ("stages", "replicas"):
+        for is_missing in (True, False):
+            tree = json.loads((tmp_path / "plan.json").read_text())
+            place = tree["training"] if part == "stages" else tree
+            place[part] = [] if is_missing else [{**place[part][0], "gpu_ids": []}]
+            (tmp_path / "other.json").write_text(json.dumps(tree))
+            with pytest.raises(UserError, match=rf"is not a plan: .*length >= 1.*{part}"):
+                read_plan(tmp_path / "other.json")
     with pytest.raises(UserError, match="there is no plan"):
         read_plan(tmp_path / "none.json")
 
