@@ -77,7 +77,7 @@ class RandomSettings(Settings):
     """Number of faults."""
     until_s: float = Field(gt=0)
     """All random faults begin before this virtual time."""
-    kinds: tuple[Kind, ...] = DRAWN
+    kinds: tuple[Kind, ...] = Field(default=DRAWN, min_length=1)
     """Kinds of fault to draw from."""
 
 
