@@ -27,6 +27,8 @@ from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, Mach
 from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
+MOST_MACHINES = 2000
+"""Maximum number of machines of all offers together. The memory of a cluster grows with the square of this number."""
 BOUND_STEPS = 24
 """Number of bisection steps that compute the bound of a combination. This precision suffices, because the bounds only
 rank the combinations."""
@@ -182,6 +184,10 @@ def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: b
     if total > MOST_CHOICES:
         raise UserError(
             f"offers: got {total:,.0f} combinations of machines, allowed are at most {MOST_CHOICES:,}; set max_nodes"
+        )
+    if sum(most) > MOST_MACHINES:
+        raise UserError(
+            f"offers: got up to {sum(most):,} machines, allowed are at most {MOST_MACHINES:,}; set max_nodes"
         )
     rows = np.array(list(product(*(range(count + 1) for count in most))), dtype=np.int64)[1:]
     cost = rows @ prices

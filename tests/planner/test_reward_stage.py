@@ -222,6 +222,8 @@ def test_a_rental_search_reports_bounds_that_hold_and_time_limits_that_were_reac
     assert "time limit" not in str(caught.value)
     with pytest.raises(UserError, match="the search reached its time limit"):
         rent_for_target(question, market, 500 * found.plan.tokens_per_s, time_limit_s=-1)
+    with pytest.raises(UserError, match="got up to 3,000 machines, allowed are at most 2,000; set max_nodes"):
+        rent_for_budget(question, offers(Slow=3000), 1e5)
 
 
 def test_the_time_and_memory_of_a_trajectory_by_hand() -> None:
