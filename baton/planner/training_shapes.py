@@ -96,6 +96,12 @@ class Pipelines(msgspec.Struct, frozen=True):
         stages: Ints = np.sum([part.stages for part in self.shapes], axis=0)
         return stages
 
+    @property
+    def widest(self) -> Ints:
+        """[candidates] largest data-parallel width of any stage."""
+        widest: Ints = np.max([part.dp for part in self.shapes], axis=0)
+        return widest
+
     def sharded(self, **changes: int) -> Pipelines:
         """Return the candidates with another `shard_size` or `shard_gradients` of the workload."""
         return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, **changes))
@@ -282,6 +288,10 @@ class _Kind(msgspec.Struct, frozen=True):
     base_s: Floats
     per_layer_s: Floats
     most: Floats
+    """Maximum number of layers of a stage."""
+    terms: StageTerms
+    is_first: NDArray[np.bool_]
+    is_last: bool
 
 
 def balanced(of: Pipelines) -> LayerBalance:
@@ -370,33 +380,26 @@ def _balanced(of: Pipelines) -> LayerBalance:
     """Implement `balanced` for the sharding that the workload specifies. The pace is the time of the slowest stage. The
     search starts at the pace that would be possible with fractional layers, and raises it to the next possible value
     until all layers are placed."""
-    model, work, depth = of.model, of.work, of.depth
-    widest = np.max([part.dp for part in of.shapes], axis=0)
-    terms = []
-    for pool, part in zip(of.used, of.shapes, strict=True):
-        term = stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp)
-        terms.append(msgspec.structs.replace(term, rank=rank_of(work, term.rank, depth, part.tp * part.dp)))
-    kinds = _kinds(of, terms, in_flight(work, depth, widest))
-    flat = [kind for group in kinds for kind in group]
+    kinds, num_layers = _kinds(of), of.model.num_layers
     with np.errstate(divide="ignore", invalid="ignore"):
-        speed = np.sum([kind.count / kind.per_layer_s for kind in flat], axis=0)
-        delay = np.sum([kind.count * kind.base_s / kind.per_layer_s for kind in flat], axis=0)
-        least = np.max([(kind.count > 0) * (kind.base_s + kind.per_layer_s) for kind in flat], axis=0)
-        pace = np.maximum((model.num_layers + delay) / speed, least)
-    for kind in flat:
+        speed = np.sum([kind.count / kind.per_layer_s for kind in kinds], axis=0)
+        delay = np.sum([kind.count * kind.base_s / kind.per_layer_s for kind in kinds], axis=0)
+        least = np.max([(kind.count > 0) * (kind.base_s + kind.per_layer_s) for kind in kinds], axis=0)
+        pace = np.maximum((num_layers + delay) / speed, least)
+    for kind in kinds:
         pace[(kind.count > 0) & (kind.most < 1)] = np.inf
     while True:
-        layers = [_held(kind, pace) for kind in flat]
-        held = np.sum([kind.count * own for kind, own in zip(flat, layers, strict=True)], axis=0)
-        short = (held < model.num_layers) & np.isfinite(pace)
+        layers = [_held(kind, pace) for kind in kinds]
+        held = np.sum([kind.count * own for kind, own in zip(kinds, layers, strict=True)], axis=0)
+        short = (held < num_layers) & np.isfinite(pace)
         if not short.any():
             break
         following = np.full(len(pace), np.inf)
-        for kind, own in zip(flat, layers, strict=True):
+        for kind, own in zip(kinds, layers, strict=True):
             can = (kind.count > 0) & (own < kind.most)
             following = np.where(can, np.minimum(following, kind.base_s + (own + 1) * kind.per_layer_s), following)
         pace = np.where(short, following, pace)
-    return _finish(of, terms, kinds, layers, pace, microbatches(work, widest))
+    return _finish(of, kinds, layers, pace)
 
 
 def _held(kind: _Kind, pace: Floats) -> Floats:
@@ -406,32 +409,29 @@ def _held(kind: _Kind, pace: Floats) -> Floats:
     return held
 
 
-def _kinds(of: Pipelines, terms: Sequence[StageTerms], in_flight: Floats) -> list[list[_Kind]]:
+def _kinds(of: Pipelines) -> list[_Kind]:
     """Return three objects of `_Kind` for each pool: one for stages at the start of the pipeline, one for the middle,
     one for the end. The stage of a one-stage pipeline counts as the end."""
     found, depth = [], of.depth
-    for place, (pool, part, term) in enumerate(zip(of.used, of.shapes, terms, strict=True)):
+    kept = in_flight(of.work, depth, of.widest)
+    for place, (pool, part) in enumerate(zip(of.used, of.shapes, strict=True)):
         is_first, is_last = place == 0, place == len(of.order) - 1
+        terms = stage_terms(of.model, of.work, pool.place, max(pool.sizes), part.tp, part.dp)
+        terms = msgspec.structs.replace(terms, rank=rank_of(of.work, terms.rank, depth, part.tp * part.dp))
         link = stage_link(of.pools, of.order, place, part.stages)
-        boundary = np.where(depth > 1, term.boundary_tokens_bytes / link, 0.0)
+        boundary = np.where(depth > 1, terms.boundary_tokens_bytes / link, 0.0)
         both = is_first & is_last & (part.stages == 1)
         counts = (
             np.where(both, 0, int(is_first)),
             part.stages - np.where(both, 1, int(is_first) + int(is_last)),
             np.full(len(part), int(is_last)),
         )
-        limit = pool.place.memory_limit_bytes
-        found.append(
-            [
-                _Kind(
-                    counts[which],
-                    boundary + (term.head_s if which == 2 else 0.0),
-                    np.asarray(term.per_layer_s, dtype=float),
-                    most_layers(rank_phases(of.model, term.rank, (which == 0) | both, which == 2, in_flight), limit),
-                )
-                for which in range(3)
-            ]
-        )
+        per_layer_s = np.asarray(terms.per_layer_s, dtype=float)
+        for which, count in enumerate(counts):
+            ends = (which == 0) | both, which == 2
+            base_s = boundary + (terms.head_s if which == 2 else 0.0)
+            most = most_layers(rank_phases(of.model, terms.rank, *ends, kept), pool.place.memory_limit_bytes)
+            found.append(_Kind(count, base_s, per_layer_s, most, terms, *ends))
     return found
 
 
@@ -448,35 +448,21 @@ def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> 
     return reached
 
 
-def _finish(
-    of: Pipelines,
-    terms: Sequence[StageTerms],
-    kinds: Sequence[Sequence[_Kind]],
-    layers: Sequence[Floats],
-    pace: Floats,
-    count: Floats,
-) -> LayerBalance:
-    """Return the balance for these layers of each kind of stage. `count`: number of microbatches of an update."""
-    model, work, depth = of.model, of.work, of.depth
-    gradients = np.zeros(len(pace))
-    optimizer = np.zeros(len(pace))
-    for place, group in enumerate(kinds):
-        for which, kind in enumerate(group):
-            own = layers[3 * place + which]
-            both = (which == 2) & (kind.count > 0) & (depth == 1)
-            first, last = np.logical_or(which == 0, both), np.full(len(pace), which == 2)
-            for total, per_layer in (
-                (gradients, terms[place].gradients_per_layer_s),
-                (optimizer, terms[place].optimizer_per_layer_s),
-            ):
-                np.maximum(total, (kind.count > 0) * tail_s(model, per_layer, own, first, last), out=total)
-    stage_layers = tuple(
-        tuple(np.nan_to_num(layers[3 * place + which]).astype(np.int64) for which in range(3))
-        for place in range(len(kinds))
-    )
+def _finish(of: Pipelines, kinds: Sequence[_Kind], layers: Sequence[Floats], pace: Floats) -> LayerBalance:
+    """Return the balance for these layers of each kind of stage and this pace."""
+    work, depth, count = of.work, of.depth, microbatches(of.work, of.widest)
+    gradients, optimizer = np.zeros(len(pace)), np.zeros(len(pace))
+    for kind, own in zip(kinds, layers, strict=True):
+        for total, per_layer in (
+            (gradients, kind.terms.gradients_per_layer_s),
+            (optimizer, kind.terms.optimizer_per_layer_s),
+        ):
+            tail = tail_s(of.model, per_layer, own, kind.is_first, kind.is_last)
+            np.maximum(total, (kind.count > 0) * tail, out=total)
+    whole = [np.nan_to_num(own).astype(np.int64) for own in layers]
     return LayerBalance(
         pace_s=pace,
-        stage_layers=stage_layers,  # type: ignore[arg-type]  # three of each
+        stage_layers=tuple(zip(whole[::3], whole[1::3], whole[2::3], strict=True)),
         compute_s=pace,
         bubble_s=np.where(depth > 1, pace, 0.0) * (depth - 1) / count,
         gradients_s=gradients,
