@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from ssl import SSLContext
 
 import msgspec
@@ -27,7 +28,7 @@ def fetch_status(base: str, token: str, tls: SSLContext | None) -> HubStatus:
         raise UserError(f"the hub at {base} answers {error.code}: {said} (baton token create --role admin)") from error
     except (urllib.error.URLError, TimeoutError, OSError) as error:
         raise UserError(f"no hub answers at {base}: {getattr(error, 'reason', error)}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{base} does not answer with the status of a hub ({error}): check that a hub of this version runs there"
         ) from error
