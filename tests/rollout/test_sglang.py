@@ -309,6 +309,20 @@ def test_weights_that_a_server_does_not_take_are_a_fault(
     assert len(list(tmp_path.glob("baton-*"))) == 1, "only those that it may go back to"
 
 
+def test_weights_that_cannot_be_written_leave_no_directory(
+    server: Any, sglang: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sglang(server)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("baton.rollout.engines.sglang.engine.save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        engine.load_weights(policy_tensors(load("qwen3_next")), V1)
+    assert len(list(tmp_path.glob("baton-*"))) == 1, "only the weights that it serves"
+
+
 def test_tensors_that_do_not_fit_change_nothing_and_disturb_nobody(server: Any, sglang: Any, driver: Any) -> None:
     engine = sglang(server)
     engine.submit(driver.lease(0, PROMPT, 20))

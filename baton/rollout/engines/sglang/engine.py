@@ -71,8 +71,12 @@ class SglangEngine(ExternalEngine[SglangClient]):
         self._submit_rows(held)
 
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        directory = self._write_model(tensors)
+        own = self._settings.sglang.weights_directory
+        directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
         try:
+            directory.chmod(0o755)  # the server may run as another user
+            self._skeleton.save(directory)
+            save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
             self._client.load(str(directory), label)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -84,14 +88,6 @@ class SglangEngine(ExternalEngine[SglangClient]):
         """Disconnect from the server, which keeps running. May be called twice."""
         super().close()
         self._forget_directory()
-
-    def _write_model(self, whole: Mapping[str, Any]) -> Path:
-        own = self._settings.sglang.weights_directory
-        directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
-        directory.chmod(0o755)  # the server may run as another user
-        self._skeleton.save(directory)
-        save_file(dict(whole), directory / "model.safetensors", metadata={"format": "pt"})
-        return directory
 
     def _forget_directory(self) -> None:
         if self._directory is not None:
