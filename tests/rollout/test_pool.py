@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.frames import start_child
 from baton.policy.load import end_ids, load_model
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
@@ -224,3 +225,19 @@ def test_a_killed_parent_leaves_no_process_and_no_file(model_path: Path) -> None
 def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.path: there is no directory"):
         EnginePool(1, start(tmp_path / "nothing"), save, timeout_s=60)
+
+
+def test_a_process_that_cannot_be_started_leaves_none_behind(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start_one(*arguments: Any, **options: Any) -> Any:
+        if started:
+            raise OSError(12, "Cannot allocate memory")
+        started.append(start_child(*arguments, **options))
+        return started[0]
+
+    monkeypatch.setattr("baton.rollout.processes.pool.start_child", start_one)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        EnginePool(2, start(model_path), save, timeout_s=60)
+    _, process = started[0]
+    assert process.returncode is not None, "the process that had started has ended"

@@ -104,7 +104,8 @@ class EnginePool(WorkerTransport):
         self._queue = LeaseQueue([self._slots] * count)
         self.processes: list[EngineProcess] = []
         try:
-            self.processes = [EngineProcess(index, leases) for index, leases in enumerate(self._queue.leases)]
+            for index, leases in enumerate(self._queue.leases):
+                self.processes.append(EngineProcess(index, leases))
             for process in self.processes:
                 process.send(msgspec.structs.replace(start, scratch=str(self.directory)))
             self._await_serving(start.version)
