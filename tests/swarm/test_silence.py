@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_a_lift_between_two_convictions_is_not_overlooked(tmp_path):
     live.add(quarantine_record("b"))
     assert live.follow() == ("a",)
     assert [one.worker for one in live.records] == ["b"]
+
+
+def test_a_write_of_a_part_of_a_line_is_continued(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr("os.write", lambda handle, data: write(handle, data[:10]))
+    live = Quarantine(tmp_path / "q")
+    live.add(quarantine_record("a"))
+    assert live.follow() == (), "nobody's quarantine has ended"
+    assert [one.worker for one in Quarantine(tmp_path / "q").records] == ["a"]
 
 
 def test_a_line_that_was_torn_is_passed_over_and_a_damaged_one_is_named(tmp_path):

@@ -96,7 +96,9 @@ class Quarantine:
             # a power failure has truncated the last line; begin a new line
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 data = b"\n" + data
-            os.write(handle, data)
+            left = data
+            while left:  # a nearly full disk first accepts a part of the data, and raises at the next write
+                left = left[os.write(handle, left) :]
             os.fsync(handle)
             return len(data)
         finally:
