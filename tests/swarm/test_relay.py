@@ -137,6 +137,28 @@ def test_a_relay_forges_nothing_that_the_hub_did_not(
     asyncio.run(scenario())
 
 
+def test_an_invalid_manifest_of_the_hub_is_an_error_of_the_hub_and_is_not_kept(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, version, _ = published
+    body = store.read_manifest(version)
+
+    async def scenario() -> None:
+        async with running(Origin(store), tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
+            answers = []
+            for sent in (b"no manifest", body):
+                monkeypatch.setattr(store, "read_manifest", lambda _, sent=sent: sent)
+                headers = {"Authorization": f"Bearer {SECRET}"}
+                async with http.get(f"{relay.url}/weights/manifest/run/{version.number}", headers=headers) as answer:
+                    answers.append((answer.status, await answer.read()))
+            (status, text), whole = answers
+            assert status == 502
+            assert b"refused a manifest" in text
+            assert whole == (200, body)
+
+    asyncio.run(scenario())
+
+
 def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(
     tmp_path: Path, published: tuple[Store, PolicyVersion, int]
 ) -> None:

@@ -140,22 +140,24 @@ class Relay:
         key = self._admit(request)
         version = PolicyVersion(request.match_info["lineage"], int(request.match_info["number"]))
         async with self._downloads.place(key):
-            if version not in self._manifests:
-                body = await self._once(
-                    str(version), self._fetch(manifest_url(self._options.hub, version), MAX_MANIFEST_BYTES)
-                )
-                manifest = decode_manifest(body)  # raises if it is invalid, so that only valid ones are cached and sent
-                if manifest.expects_whole is True:
-                    return await self._answer(request, ByteReader.of(body))
-                self._manifests[version] = body
-                while len(self._manifests) > MAX_MANIFESTS:
-                    del self._manifests[next(iter(self._manifests))]
-            return await self._answer(request, ByteReader.of(self._manifests[version]))
+            body = await self._once(str(version), self._find_manifest(version))
+            return await self._answer(request, ByteReader.of(body))
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         key, digest = self._admit(request), request.match_info["digest"]
         async with self._downloads.place(key):
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
+
+    async def _find_manifest(self, version: PolicyVersion) -> bytes:
+        """Return a valid manifest. A manifest that the hub will replace is not kept."""
+        body = self._manifests.get(version)
+        if body is None:
+            body = await self._fetch(manifest_url(self._options.hub, version), MAX_MANIFEST_BYTES)
+            if decode_manifest(body).expects_whole is not True:  # raises for an invalid manifest
+                self._manifests[version] = body
+                while len(self._manifests) > MAX_MANIFESTS:
+                    del self._manifests[next(iter(self._manifests))]
+        return body
 
     async def _find_chunk(self, digest: str) -> ByteReader:
         """Return a reader of a verified chunk. It reads the chunk from disk if the cache has room for it, otherwise
