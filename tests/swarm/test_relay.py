@@ -159,6 +159,25 @@ def test_an_invalid_manifest_of_the_hub_is_an_error_of_the_hub_and_is_not_kept(
     asyncio.run(scenario())
 
 
+def test_a_relay_remembers_a_bounded_number_of_chunks_and_forgets_no_right_one(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, version, _ = published
+    monkeypatch.setattr("baton.swarm.hub.relay.MAX_VERIFIED", 1)
+    origin = Origin(store)
+
+    async def scenario() -> None:
+        async with running(origin, tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
+            source = HttpSource(http, asyncio.get_running_loop(), relay.url, SECRET)
+            for _ in range(2):
+                tensors = await asyncio.to_thread(Fetcher([source]).fetch, version, deadline_s=30)
+                assert weights_digest(tensors) == version.digest
+            assert len(relay.verified) == 1
+
+    asyncio.run(scenario())
+    assert set(origin.asked.values()) == {1}, "each manifest and chunk takes the long way once"
+
+
 def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(
     tmp_path: Path, published: tuple[Store, PolicyVersion, int]
 ) -> None:

@@ -41,6 +41,8 @@ ANNOUNCE_EVERY_S = 20.0
 RETRY_S = 2.0
 MAX_URL = 256
 MAX_MANIFESTS = 64
+MAX_VERIFIED = 100_000
+"""Maximum number of chunks that a relay remembers as verified. Beyond it, chunks are verified again."""
 MAX_FETCHES = 16
 """Maximum number of chunks that a relay fetches at the same time. Each chunk is in memory until it is verified."""
 T = TypeVar("T")
@@ -75,7 +77,7 @@ class Relay:
         self._options = options
         self._cache = ChunkCache(options.cache, options.cache_bytes)
         self._manifests: dict[PolicyVersion, bytes] = {}
-        self._verified: set[str] = set()
+        self.verified: set[str] = set()
         """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
         """The running fetches. The key is the digest of a chunk, or the version of a manifest. Later requests for the
@@ -162,7 +164,7 @@ class Relay:
     async def _find_chunk(self, digest: str) -> ByteReader:
         """Return a reader of a verified chunk. It reads the chunk from disk if the cache has room for it, otherwise
         from memory."""
-        if digest in self._verified:
+        if digest in self.verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")
         async with self._fetches:
@@ -172,7 +174,9 @@ class Relay:
                 if blake3(body).hexdigest() != digest:
                     raise WeightsFault(f"{self._options.hub} sent a chunk that does not match the digest {digest[:8]}")
                 await in_thread(self._cache.put, digest, body, timeout_s=READ_S, who="the cache")
-            self._verified.add(digest)
+            if len(self.verified) >= MAX_VERIFIED:
+                self.verified.clear()
+            self.verified.add(digest)
             try:
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")
             except OSError:
