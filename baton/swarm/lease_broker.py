@@ -133,6 +133,8 @@ class LeaseBroker:
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
         """Revoked trajectory → (its replacement, the worker that generated the replacement)."""
+        self._authors: set[int] = set()
+        """Workers that have reported tokens, including workers that have left."""
         self._refusals: Counter[int] = Counter()
         """Worker → number of leases that the worker has refused since its last accepted report."""
         self._names: dict[int, str] = {}
@@ -213,6 +215,10 @@ class LeaseBroker:
         self._forget_worker(worker)
         return self.handle(ev.WorkerLeft(self.clock(), worker, cause))
 
+    def is_author(self, worker: int) -> bool:
+        """Return whether the worker has reported tokens, which may be part of a trajectory now or later."""
+        return worker in self._authors
+
     def num_leases(self, worker: int) -> int:
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 
@@ -260,6 +266,7 @@ class LeaseBroker:
         found: list[BrokerCommand] = []
         grown = progress.trajectory.num_tokens - before.num_tokens
         if grown:
+            self._authors.add(worker)
             version = progress.trajectory.segments[-1].policy_version
             found += self.handle(ev.LeaseProgressed(self.clock(), number, grown, version))
         if report.finish_reason is not None:

@@ -19,14 +19,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarm_bench import LINEAGE, MODEL, SwarmBench, hello, quick, version_of, wait_until
 
 from baton.errors import UserError
-from baton.swarm.auth import Role, TokenFile, digest_of
+from baton.swarm.auth import AccessGrant, Role, TokenFile, digest_of
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
+from baton.swarm.hub.peers import FrameQueue
 from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import ListenAddress
-from baton.swarm.messages import Admitted, HeartbeatAck, Rejected, decode_from_hub, encode
+from baton.swarm.messages import Admitted, HeartbeatAck, Leaving, Rejected, decode_from_hub, encode
 from baton.swarm.verification.policy import QuarantineRecord
 from baton.swarm.verification.quarantine import MAX_QUARANTINED
 from baton.swarm.verification.verify import violation
@@ -177,6 +178,18 @@ def test_a_token_that_is_revoked_ends_its_connected_worker_for_good(bench):
     bench.join(1)
     bench.step()
     bench.assert_sound()
+
+
+def test_a_caller_that_joins_and_leaves_again_and_again_is_forgotten(bench):
+    members, grant = bench.hub.members, AccessGrant("stranger", Role.WORKER, False, "its digest")
+
+    def come_and_go() -> int:
+        for _ in range(50):
+            members.on_message(members.join(hello(), grant, "198.51.100.7", FrameQueue()), Leaving())
+        members.tick(0.0)
+        return len(members.authors)
+
+    assert bench.in_hub(come_and_go) == 0
 
 
 def test_a_worker_for_another_model_is_refused(bench, monkeypatch):

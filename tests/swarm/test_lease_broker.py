@@ -98,8 +98,8 @@ class Counter:
 
         self.holds = holds
         trace = LeaseTrace(Spans()) if is_traced else None
-        broker = LeaseBroker(LeaseTable(rules), self.check, self.clock, trace)
-        self.broker = Driver(broker, self.execute)
+        self.desk = LeaseBroker(LeaseTable(rules), self.check, self.clock, trace)
+        self.broker = Driver(self.desk, self.execute)
 
     def check(self, *_: object, **__: object) -> str | None:
         return self.complaint
@@ -172,6 +172,21 @@ def test_a_trajectory_grows_ends_and_everything_is_acknowledged():
     assert counter.grown(7).finish_reason is FinishReason.STOP
     assert counter.finished[0][1] == ((0, 0, 9),)
     assert counter.broker.table.num_tasks == 0
+
+
+def test_a_worker_that_reported_tokens_is_an_author_after_it_has_left():
+    counter = Counter()
+    counter.worker(0)
+    counter.worker(1)
+    counter.want(7)
+    ((author, lease),) = counter.sent
+    counter.broker.report(author, said(lease.lease_id, 0, 0))
+    assert not counter.desk.is_author(author), "a report without tokens"
+    counter.broker.report(author, said(lease.lease_id, 0, 5))
+    for worker in (0, 1):
+        counter.broker.leave(worker, "left")
+    assert counter.desk.is_author(author)
+    assert not counter.desk.is_author(1 - author)
 
 
 def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answered():

@@ -77,8 +77,8 @@ class Membership:
         self.versions: dict[int, PolicyVersion] = {}
         """Number → published version that workers may still serve."""
         self.relays = RelayList(broker.clock)
-        self._authors: dict[int, SegmentAuthor] = {}
-        """Worker number → author record, including workers that have left."""
+        self.authors: dict[int, SegmentAuthor] = {}
+        """Worker number → author record of each worker that is connected or has reported tokens."""
         self._next_worker = 0
         self._switched_s: float | None = None
         """Time at which a worker last switched versions; None if no worker has switched since the last tick."""
@@ -111,7 +111,7 @@ class Membership:
             case ReportViolation(worker=worker, sentence=sentence):
                 self.report_violated(worker, sentence)
             case VerifyTrajectory(lease=lease, trajectory=trajectory, spans=spans):
-                parts = [(self._authors[worker], first, end) for worker, first, end in spans]
+                parts = [(self.authors[worker], first, end) for worker, first, end in spans]
                 if not self.verifier.finished(lease, trajectory, parts):
                     for released in self.broker.release(key_of(lease)):
                         self._execute(released)
@@ -129,7 +129,7 @@ class Membership:
         """Remove the workers of a quarantined id or access token. Revoke those of their trajectories that were not
         trained on yet."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
-        reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
+        reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self.authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
         for number in workers:
             self.remove(number, reasons[number] or "", is_final=True)
@@ -186,7 +186,7 @@ class Membership:
         number, grant, hello = peer.number, peer.grant, peer.hello
         self._next_worker += 1
         self.peers[number] = peer
-        self._authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
+        self.authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
         weight = self._weight(grant.name) if grant.is_own else 1.0
         owner = None if grant.is_own else grant.digest
         self.execute(self.broker.join(number, hello.slots, weight, hello.worker_class.noise, owner, name=peer.name))
@@ -222,7 +222,7 @@ class Membership:
 
     def report_violated(self, worker: int, sentence: str) -> None:
         """Quarantine the author of a report that a correct worker cannot send."""
-        if self.verifier.violated(self._authors[worker], sentence, f"a report of worker {worker}") is None:
+        if self.verifier.violated(self.authors[worker], sentence, f"a report of worker {worker}") is None:
             self.remove(worker, sentence, is_final=True)
 
     def remove_own(self, name: str, cause: str) -> None:
@@ -255,6 +255,8 @@ class Membership:
         if self._switched_s is not None:  # once per tick, because all workers are visited
             self.broker.pace.serve(self._switched_s, (p.served for p in self.peers.values() if p.is_connected))
             self._switched_s = None
+        # a caller may join and leave any number of times, so workers that reported no token are forgotten
+        self.authors = {n: a for n, a in self.authors.items() if n in self.peers or self.broker.is_author(n)}
         self.execute(self.broker.tick(delay_s))
         self.verifier.tick(delay_s)
 
