@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from baton.clock import time_left
 from baton.frames import FrameSocket
 from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import TraceWriter
 from baton.rollout.engine import Engine, EngineStats
 from baton.types import Abort, FromHub, FromPort, FromWorker, Group, Lease, PolicyVersion
 
@@ -81,7 +82,7 @@ class LocalTransport(WorkerTransport):
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None, *, num_steps: int = 1) -> None:
         """num_steps: maximum number of steps of the engine per call of `receive`."""
         self.engine = engine
-        self._trace, self._num_steps = trace, num_steps
+        self._trace, self._num_steps = trace or LeaseTrace(TraceWriter()), num_steps
         self._is_paused = False
 
     @property
@@ -96,14 +97,13 @@ class LocalTransport(WorkerTransport):
         match message:
             case Lease():
                 self.engine.submit(message)
-                if self._trace is not None:
-                    self._trace.on_lease(message, "engine", self.engine.slots)
+                self._trace.on_lease(message, "engine", self.engine.slots)
             case Abort():
                 self.engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Run at least one step. `timeout_s` has no effect: a step is much shorter than any timeout."""
-        if self._is_paused and self._trace is not None:
+        if self._is_paused:
             self._trace.continued()
         self._is_paused = False
         left_s, messages = time_left(STEPS_S), [*self.step()]
@@ -118,14 +118,12 @@ class LocalTransport(WorkerTransport):
     def flush(self) -> Sequence[FromPort]:
         messages = self._traced(self.engine.flush())
         self._is_paused = True
-        if self._trace is not None:
-            self._trace.paused()
+        self._trace.paused()
         return messages
 
     def _traced(self, messages: Sequence[FromWorker]) -> Sequence[FromWorker]:
-        if self._trace is not None:
-            for message in messages:
-                self._trace.on_report(message)
+        for message in messages:
+            self._trace.on_report(message)
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from baton.clock import Clock
 from baton.records.lease_trace import LeaseTrace
-from baton.records.trace import ASIDE
+from baton.records.trace import ASIDE, TraceWriter
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
@@ -121,9 +121,9 @@ class LeaseBroker:
     """Holds the tokens of all leases and translates messages between the lease table, workers and the controller."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, trace: LeaseTrace | None = None) -> None:
-        """trace: records the leases of each worker and the versions that it has fetched; None: no trace is recorded."""
+        """trace: records the leases of each worker and the versions that it has fetched."""
         self.table, self.pace = table, ThroughputTracker()
-        self.clock, self._check, self._trace = clock, check, trace
+        self.clock, self._check, self._trace = clock, check, trace or LeaseTrace(TraceWriter())
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
@@ -203,7 +203,7 @@ class LeaseBroker:
         """Record a message of a worker. version: number of the version that the worker serves; None if this version is
         not of the run's lineage, or the worker is not connected."""
         before, since_s = self._served.get(worker, (version, 0.0))
-        if self._trace is not None and version is not None and version != before:
+        if version is not None and version != before:
             now_s = self.clock()
             begin_s = min(now_s, max(since_s, self.pace.announced.get(version, since_s)))
             self._trace.tracer.span("fetch", self._names[worker], ASIDE, begin_s, now_s, version=version)
@@ -230,8 +230,7 @@ class LeaseBroker:
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
         for lease in sorted(known - claimed):
-            if self._trace is not None:
-                self._trace.ended(lease, "lost")
+            self._trace.ended(lease, "lost")
             found += self.handle(ev.LeaseReturned(self.clock(), lease))
         found += [SendToWorker(worker, Dropped(lease)) for lease in sorted(claimed - known)]
         # the worker may not have received the first recall
@@ -252,8 +251,7 @@ class LeaseBroker:
         complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
         if complaint is not None:
             return [ReportViolation(worker, complaint)]
-        if self._trace is not None:
-            self._trace.on_report(report)
+        self._trace.on_report(report)
         self._refusals.pop(worker, None)
         before, progress.trajectory = (
             progress.trajectory,
@@ -281,8 +279,7 @@ class LeaseBroker:
         if progress is None or progress.worker != worker or not self.table.knows(retry.lease_id):
             self.refused += 1
             return []
-        if self._trace is not None:
-            self._trace.on_report(retry)
+        self._trace.on_report(retry)
         self._refusals[worker] += 1
         if self._refusals[worker] > MAX_REFUSALS:
             cause = f"refused {MAX_REFUSALS} leases in a row (last: it has version {retry.has_version})"
@@ -347,8 +344,7 @@ class LeaseBroker:
             case ev.RecallLease(worker=worker, lease=lease):
                 return SendToWorker(worker, Abort(lease))
             case ev.DropLease(worker=worker, lease=lease):
-                if self._trace is not None:
-                    self._trace.ended(lease, "dropped")
+                self._trace.ended(lease, "dropped")
                 return SendToWorker(worker, Dropped(lease))
             case ev.CommitTokens(task=task, lease=lease, length=length):
                 return self._commit(task, self._progress[lease], length)
@@ -383,8 +379,7 @@ class LeaseBroker:
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
         self._progress[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
         task.leases.append(grant.lease)
-        if self._trace is not None:
-            self._trace.on_lease(lease, self._names[grant.worker], self.table.workers[grant.worker].slots)
+        self._trace.on_lease(lease, self._names[grant.worker], self.table.workers[grant.worker].slots)
         return SendToWorker(grant.worker, without_masks(lease))
 
     def _commit(self, number: int, progress: _LeaseProgress, length: int) -> BrokerCommand:
@@ -431,7 +426,7 @@ class LeaseBroker:
         self._refusals.pop(worker, None)
         self._served.pop(worker, None)
         name = self._names.pop(worker, None)
-        if self._trace is not None and name is not None:
+        if name is not None:
             self._trace.left(name)
 
     def _acknowledge(self, worker: int, number: int, progress: _LeaseProgress) -> BrokerCommand:
