@@ -18,6 +18,7 @@ from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton,
 from baton.policy.tensors import check_fit, policy_tensors
 from baton.policy.tokenizer import load_tokenizer, model_directory
 from baton.rollout.engine import EngineSettings
+from baton.weights.direct.remote import RemoteTensors
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
 """Function that returns the tensors of an adapter's base model, by their names in `state_dict`."""
@@ -82,8 +83,12 @@ class WholeWeights:
         self._base_tensors: Mapping[str, Tensor] | None = None
 
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a version by their names in a model file. Tied tensors occur once. Raises EngineFault
-        for tensors that do not fit the model, and for an adapter if `read_base` is None."""
+        """Return the tensors of a version by their names in a model file. Tied tensors occur once. Tensors in the
+        memory of the trainer's ranks (`RemoteTensors`) have these names already and are returned unchanged. Raises
+        EngineFault for tensors that do not fit the model, and for an adapter if `read_base` is None."""
+        if isinstance(tensors, RemoteTensors):
+            check_fit(self._model, self._own, tensors)
+            return tensors
         if is_adapter(tensors):
             base = self.base()
             tensors = {**base, **dict(self._base.merged(base, tensors))}
@@ -94,10 +99,6 @@ class WholeWeights:
             found.setdefault(first.get(id(self._own[name]), name), tensor.detach())
         named: dict[str, Tensor] = revert_weight_conversion(self._model, found)
         return {name: (tensor.cpu() if self.on_host else tensor).contiguous() for name, tensor in named.items()}
-
-    def check(self, tensors: Mapping[str, Any]) -> None:
-        """Raise EngineFault if the names or shapes of a whole version do not fit the model."""
-        check_fit(self._model, self._own, tensors)
 
     def check_adapter(self, tensors: Mapping[str, Any]) -> None:
         """Raise EngineFault if an adapter does not fit the model."""

@@ -49,7 +49,6 @@ from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
 from baton.types import FromWorker, Lease, PolicyVersion, kept_dtype
-from baton.weights.direct.remote import RemoteTensors
 from baton.weights.direct.settings import DirectTransfer
 
 _CPU_BLOCK = 128
@@ -98,9 +97,6 @@ class VllmEngine(ExternalEngine[VllmClient]):
         super().load_weights(tensors, version)
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        if isinstance(tensors, RemoteTensors):
-            self._weights.check(tensors)
-            return tensors
         if not (self._settings.vllm.lora_rank and is_adapter(tensors)):
             return super()._loadable(tensors)
         self._weights.check_adapter(tensors)

@@ -28,7 +28,6 @@ from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.whole_weights import ModelFiles, Skeleton, WholeWeights
 from baton.rollout.processes.protocol import Progress, Start
 from baton.types import Abort, FromWorker, Lease, PolicyVersion, plain
-from baton.weights.direct.remote import RemoteTensors
 from baton.weights.direct.settings import DirectTransfer
 
 _STEP_S = 0.05
@@ -240,11 +239,4 @@ def whole_versions(
     files = ModelFiles(path, settings, attention)
     weights = WholeWeights(Skeleton(files.base_directory(), settings).model, files.read_base)
     weights.on_host = on_host
-
-    def prepare(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        if isinstance(tensors, RemoteTensors):
-            weights.check(tensors)
-            return tensors
-        return weights.whole(tensors)
-
-    return prepare
+    return weights.whole
