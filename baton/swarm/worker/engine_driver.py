@@ -145,8 +145,8 @@ class EngineThread:
 
     def __init__(
         self,
-        on_reports: Callable[[list[FromWorker], EngineStats], None],
-        on_fault: Callable[[Exception], None],
+        on_reports: Callable[[list[FromWorker], EngineStats], object],
+        on_fault: Callable[[Exception], object],
         report_every_s: float,
     ) -> None:
         """`on_reports` and `on_fault` are called in the engine's thread."""

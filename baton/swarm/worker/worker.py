@@ -296,7 +296,11 @@ class SwarmWorker:
             self._options.say("fetching the base model")
             base = await self._updater.fetch_tensors(welcome.base)
         await self._is_awake.wait()
-        engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
+        engine = EngineThread(
+            lambda reports, stats: self._loop.call_soon_threadsafe(self._take_reports, reports, stats),
+            lambda error: self._loop.call_soon_threadsafe(self._take_fault, error),
+            welcome.report_every_s,
+        )
 
         def build() -> None:
             with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
@@ -333,14 +337,6 @@ class SwarmWorker:
                 action(engine.driver, *arguments)
 
             engine.do(act)
-
-    def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
-        """Pass reports to the event loop. Called in the engine's thread."""
-        self._loop.call_soon_threadsafe(self._take_reports, reports, stats)
-
-    def _on_fault(self, error: Exception) -> None:
-        """Pass the engine's error to the event loop. Called in the engine's thread, which then ends."""
-        self._loop.call_soon_threadsafe(self._take_fault, error)
 
     def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
         self.session.stats = stats
