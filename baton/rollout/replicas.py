@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any, Final, Protocol
@@ -74,24 +75,6 @@ class _Load:
     version: PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A replica serves a version or, if `cause` is not empty, has failed to load the version."""
-
-    version: PolicyVersion
-    cause: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineEnded:
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Restarted:
-    inbox: SimpleQueue[Any]
-
-
 @dataclass(slots=True)
 class _Replica:
     name: str
@@ -143,7 +126,8 @@ class ReplicaTransport(WorkerTransport):
         failure, `build` starts another engine. Raises the errors of `build`."""
         self._build, self._versions, self._version = build, versions, version
         self._trace, self._rule = trace or LeaseTrace(TraceWriter()), restart or RestartRule()
-        self._events: SimpleQueue[tuple[_Replica, Any]] = SimpleQueue()
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """Events of replicas, as calls that the caller's thread makes."""
         self._outbox: list[FromPort] = []
         self._closing = Event()
         self._sent_bytes = 0
@@ -240,31 +224,30 @@ class ReplicaTransport(WorkerTransport):
         with suppress(Empty):
             event = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
             while True:
-                self._on_event(*event)
+                event()
                 event = self._events.get_nowait()
 
-    def _on_event(self, replica: _Replica, event: Any) -> None:
-        match event:
-            case list():
-                self._on_reports(replica, event)
-            case _Loaded(version=version, cause=cause) if version == self._version:
-                replica.is_loading, replica.cause = False, cause
-                replica.is_serving = not cause
-                replica.version = replica.version if cause else version.number
-                self._free[replica.index] = self._slots[replica.index] if replica.is_serving else 0
-                if cause:
-                    logger.warning("%s has not loaded version %d: %s", replica.name, version.number, cause)
-            case _EngineEnded(cause=cause):
-                logger.warning("%s has failed: %s", replica.name, cause)
-                self._suspend(replica, cause)
-                replica.is_running = replica.is_loading = False
-                self._release(replica)
-                replica.before, replica.stats = EngineStats.total((replica.before, replica.stats)), EngineStats()
-            case _Restarted(inbox=inbox):
-                replica.inbox, replica.is_running = inbox, True
-                replica.cause = "it has started again and has not received a version"
-            case _:
-                pass  # a load that a newer version has replaced
+    def _on_loaded(self, replica: _Replica, version: PolicyVersion, cause: str) -> None:
+        """The replica serves a version or, if `cause` is not empty, has failed to load it."""
+        if version != self._version:
+            return  # a newer version has replaced this load
+        replica.is_loading, replica.cause, replica.is_serving = False, cause, not cause
+        self._free[replica.index] = 0 if cause else self._slots[replica.index]
+        if cause:
+            logger.warning("%s has not loaded version %d: %s", replica.name, version.number, cause)
+        else:
+            replica.version = version.number
+
+    def _on_ended(self, replica: _Replica, cause: str) -> None:
+        logger.warning("%s has failed: %s", replica.name, cause)
+        self._suspend(replica, cause)
+        replica.is_running = replica.is_loading = False
+        self._release(replica)
+        replica.before, replica.stats = EngineStats.total((replica.before, replica.stats)), EngineStats()
+
+    def _on_restarted(self, replica: _Replica, inbox: SimpleQueue[Any]) -> None:
+        replica.inbox, replica.is_running = inbox, True
+        replica.cause = "it has started again and has not received a version"
 
     def _on_reports(self, replica: _Replica, reports: Sequence[FromWorker]) -> None:
         """Put the reports of the replica's leases into the outbox. Tokens of leases that were taken from the replica
@@ -324,7 +307,7 @@ class ReplicaTransport(WorkerTransport):
                 self._serve(replica, inbox)
                 return
             except Exception as error:  # noqa: BLE001  # any error ends the engine, and not the others
-                self._events.put((replica, _EngineEnded(first_line(error))))
+                self._events.put(partial(self._on_ended, replica, first_line(error)))
             finally:
                 replica.engine.close()
             failures, wait_s = self._rule.after_end(failures, -left_s())
@@ -335,10 +318,10 @@ class ReplicaTransport(WorkerTransport):
                     replica.engine = self._build(replica.index)
                     break
                 except Exception as error:  # noqa: BLE001  # counted as a failure of the engine
-                    self._events.put((replica, _EngineEnded(f"it does not start: {first_line(error)}")))
+                    self._events.put(partial(self._on_ended, replica, f"it does not start: {first_line(error)}"))
                     failures, wait_s = self._rule.after_end(failures, None)
             inbox = SimpleQueue()
-            self._events.put((replica, _Restarted(inbox)))
+            self._events.put(partial(self._on_restarted, replica, inbox))
             if self._closing.is_set():
                 inbox.put(None)
 
@@ -366,7 +349,7 @@ class ReplicaTransport(WorkerTransport):
                             engine.load_weights(tensors, version)
                         except WeightsFault as error:  # the engine waits for the next version
                             cause = first_line(error)
-                        self._events.put((replica, _Loaded(version, cause)))
+                        self._events.put(partial(self._on_loaded, replica, version, cause))
                     case other:
                         raise AssertionError(f"unexpected message {type(other).__name__}")
             left_s = time_left(0.0)
@@ -375,5 +358,5 @@ class ReplicaTransport(WorkerTransport):
             replica.stats = engine.stats
             replica.busy_s, replica.lease_s = replica.busy_s + took_s, replica.lease_s + took_s * len(running)
             if reports:
-                self._events.put((replica, list(reports)))
+                self._events.put(partial(self._on_reports, replica, list(reports)))
                 running.difference_update(report.lease_id for report in reports if ends_lease(report))
