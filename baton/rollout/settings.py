@@ -133,43 +133,37 @@ class RolloutSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> RolloutSettings:
-        for complaint in (*self._complaints_of_mode(), *self._complaints_of_staleness()):
-            raise ValueError(complaint)
-        return self
-
-    def _complaints_of_mode(self) -> list[str]:
         rules, mode = self.rules(), self.mode
-        found = []
         if mode != "partial" and self.overprovision not in (None, 1.0):
             instead = "in async, use max_staleness" if mode == "async" else 'use mode = "partial"'
-            found.append(f'overprovision: got {self.overprovision!r}, but only mode = "partial" uses it; {instead}')
+            raise ValueError(f'overprovision: got {self.overprovision!r}, but only mode = "partial" uses it; {instead}')
         allowed = {"sync": ("drain",), "partial": ("resume", "keep"), "async": ("resume", "keep")}[mode]
         if rules.on_new_version not in allowed:
-            found.append(
+            raise ValueError(
                 f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '
                 f"change or remove the key"
             )
         if mode == "sync" and rules.consume != "submission":
-            found.append(
+            raise ValueError(
                 f'consume: got {rules.consume!r}, but mode = "sync" always consumes groups in the order of submission; '
                 "remove the key"
             )
-        return found
+        return self
 
-    def _complaints_of_staleness(self) -> list[str]:
+    @model_validator(mode="after")
+    def _bounds_staleness(self) -> RolloutSettings:
         rules = self.rules()
-        found = []
         if self.mode == "sync" and rules.max_staleness:
-            found.append(
+            raise ValueError(
                 f'max_staleness: got {rules.max_staleness}, but mode = "sync" allows only 0; use "partial" or "async"'
             )
         if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
-            found.append(
+            raise ValueError(
                 f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "
                 f'"{rules.stale}", but at most max_staleness + 1 = {rules.max_staleness + 1} is allowed, because '
                 'carried groups would become too old; lower overprovision, raise max_staleness, or use stale = "mask"'
             )
-        return found
+        return self
 
     def rules(self) -> Rules:
         """Resolve the defaults, which depend on the mode."""
