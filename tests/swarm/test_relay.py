@@ -190,6 +190,12 @@ def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(
                 headers = {"Authorization": f"Bearer {token}"}
                 async with http.get(f"{relay.url}/weights/manifest/run/{version.number}", headers=headers) as answer:
                     assert answer.status == 401
+            reader, writer = await asyncio.open_connection("127.0.0.1", URL(relay.url).port)
+            path = b"/weights/manifest/run/%d" % version.number
+            writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: relay\r\nAuthorization: Bearer \xff\r\n\r\n")
+            async with asyncio.timeout(60):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 401"), "no text at all"
+            writer.close()
             assert not origin.asked
         with pytest.raises(UserError, match="refuses this relay"):
             async with running(Origin(store), tmp_path / "other", token="wrong"):

@@ -132,7 +132,8 @@ class Relay:
         """Check the secret of a request. Return the caller's network, whose downloads are limited together. The secret
         cannot distinguish callers, because all workers present the same one."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
+        # a header that is no UTF-8 has lone surrogates
+        if not self._secret or not hmac.compare_digest(shown.encode(errors="replace"), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
         key = network_of(request.remote or "")
         self._listener.identify(request, key)
