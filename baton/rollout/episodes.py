@@ -182,10 +182,6 @@ class EpisodeSetup:
     max_context_tokens: int
     budget: ErrorBudget = field(default_factory=ErrorBudget)
 
-    def plays(self, prompt: Prompt) -> bool:
-        """Whether a prompt belongs to a multi-turn task."""
-        return prompt.task in self.tasks
-
     def close(self) -> None:
         self.inbox.client.close()
 
@@ -214,7 +210,8 @@ class EpisodePlayer:
         return self._setup.inbox.sockets(self._stream)
 
     def plays(self, prompt: Prompt) -> bool:
-        return self._setup.plays(prompt)
+        """Whether a prompt belongs to a multi-turn task."""
+        return prompt.task in self._setup.tasks
 
     def is_acting(self, key: tuple[int, int]) -> bool:
         return key in self._acting
