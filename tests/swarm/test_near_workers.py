@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_bench import SwarmBench
+from swarm_bench import SwarmBench, hello
 
 from baton.policy.tensors import weights_digest
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.hub.peers import Outgoing, Peer
-from baton.swarm.messages import Want
+from baton.swarm.messages import RunOver, Want
 from baton.types import PolicyVersion
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
@@ -39,9 +39,14 @@ class Recorder(Outgoing):
         pass
 
 
+class Full(Recorder):
+    def put(self, message: object) -> bool:
+        return False
+
+
 def peer(number: int, *, is_own: bool, address: str) -> Peer:
     grant = AccessGrant("worker", Role.WORKER, True, f"{number}", is_own)
-    return Peer(number, grant, None, address, Recorder(), f"worker {number}", "key")
+    return Peer(number, grant, hello(), address, Recorder(), f"worker {number}", "key")
 
 
 def test_the_file_of_a_version_is_complete_before_the_version_is_stored(tmp_path: Path):
@@ -82,3 +87,20 @@ def test_an_early_announcement_reaches_near_workers_alone_and_the_later_one_all(
 
     assert swarm.in_hub(lambda: announce(only_near=True)) == ([want], [], before)
     assert swarm.in_hub(lambda: announce(only_near=False)) == ([want, want], [want], want)
+
+
+def test_a_worker_whose_queue_is_full_is_removed_and_the_others_are_told(swarm):
+    members, want = swarm.hub.members, Want(PolicyVersion("near", 7, "0" * 64))
+
+    def tell_all() -> tuple[list[int], list[object]]:
+        peers = [peer(number, is_own=False, address="10.0.0.2") for number in (901, 902, 903, 904)]
+        peers[0].outgoing = peers[2].outgoing = Full()
+        members.peers |= {one.number: one for one in peers[:2]}
+        members.announce(want)
+        members.peers |= {one.number: one for one in peers[2:]}
+        members.announce_end()
+        left = sorted(members.peers)
+        members.peers.clear()
+        return left, [*peers[1].outgoing.sent, *peers[3].outgoing.sent]
+
+    assert swarm.in_hub(tell_all) == ([902, 904], [want, RunOver(), RunOver()])

@@ -144,7 +144,7 @@ class Membership:
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version
         self.broker.newest_version = max(self.versions)
-        for peer in self.peers.values():
+        for peer in list(self.peers.values()):  # `send` removes a worker whose queue is full
             if peer.is_near or not only_near:
                 self.send(peer.number, want)
 
@@ -243,7 +243,7 @@ class Membership:
 
     def announce_end(self) -> None:
         """Tell all workers that the run is complete."""
-        for peer in self.peers.values():
+        for peer in list(self.peers.values()):
             self.send(peer.number, messages.RunOver())
 
     def tick(self, delay_s: float) -> None:
