@@ -40,7 +40,6 @@ from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sam
 from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, SlotEngine, prefix_keys
 from baton.types import FromWorker, PolicyVersion
 
-_SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
 """If a prefill has unused rows, these rows compute prefixes of waiting leases. At most this number of waiting leases is
 considered, beginning with the oldest."""
@@ -63,10 +62,8 @@ class EmbeddedEngine(SlotEngine):
 
         model: must have the dtype `settings.dtype`. The engine owns the model, because `load_weights` overwrites the
         model's parameters. end_ids: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises
-        UserError if `settings.slots` is not a multiple of 8, and for a model without an ordinary KV cache.
+        UserError for a model without an ordinary KV cache.
         """
-        if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
-            raise UserError(f"engine.slots: got {settings.slots}, allowed is a positive multiple of {_SLOTS_MULTIPLE}")
         dtype = str(model.dtype).removeprefix("torch.")
         assert settings.dtype in (dtype, "auto"), f"got a model in {dtype} with engine.dtype {settings.dtype}"
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
