@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,8 +349,23 @@ def test_a_server_that_dies_is_a_fault_and_one_that_never_comes_up_a_missed_dead
     with pytest.raises(EngineFault, match="POST /abort_request"):
         engine.load_weights(policy_tensors(load("qwen3_next")), V1)
     monkeypatch.setattr(client, "START_TIMEOUT_S", 0.2)
-    with pytest.raises(DeadlineExceeded, match="did not respond within 0 s"):
+    with pytest.raises(DeadlineExceeded, match=r"was not ready within 0 s$"):
         sglang(mortal)
+
+
+def test_a_server_that_never_becomes_ready_is_named_with_its_last_answer(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Starting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(503)
+
+    monkeypatch.setattr(client, "START_TIMEOUT_S", 0.2)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Starting) as web:
+        Thread(target=web.serve_forever, daemon=True).start()
+        with pytest.raises(DeadlineExceeded, match="its last answer to /health was HTTP 503"):
+            sglang(SimpleNamespace(url=f"http://127.0.0.1:{web.server_port}"))
+        web.shutdown()
 
 
 def test_a_server_is_checked_when_the_engine_is_built(

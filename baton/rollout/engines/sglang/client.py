@@ -77,14 +77,16 @@ class SglangClient(EngineClient):
             connector=aiohttp.TCPConnector(limit=0),  # no limit: one stream per slot is open
             timeout=aiohttp.ClientTimeout(total=None, sock_read=self._answer_timeout_s),
         )
-        deadline_s = self._loop.time() + START_TIMEOUT_S
+        deadline_s, status = self._loop.time() + START_TIMEOUT_S, 0
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self._http.get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(_CLOSE_S)) as answer:
-                    if answer.status == 200:
-                        break
+                    status = answer.status
+            if status == 200:
+                break
             if self._loop.time() > deadline_s:
-                raise DeadlineExceeded(f"{self.name} did not respond within {START_TIMEOUT_S:.0f} s")
+                last = f"; its last answer to /health was HTTP {status}" if status else ""
+                raise DeadlineExceeded(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s{last}")
             await asyncio.sleep(_ASK_AGAIN_S)
         self._server = wire.read_server(await self._ask_either(wire.SERVER_INFO))
         self._ender = self._loop.create_task(self._keep_ending())
