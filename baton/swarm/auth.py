@@ -141,9 +141,12 @@ class Denied(BatonError):
     """Raised for a refused request. `reason` may be sent to the sender. It states that a token has expired or is
     revoked only if the sender has presented this token."""
 
-    def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
+    def __init__(
+        self, status: Literal[401, 403], reason: str, name: str | None = None, *, is_final: bool = True
+    ) -> None:
+        """is_final: False if the token itself is not refused, so that a later request may succeed."""
         super().__init__(f"{status}: {reason}")
-        self.status, self.reason, self.name = status, reason, name
+        self.status, self.reason, self.name, self.is_final = status, reason, name, is_final
 
 
 def parse_duration(text: str) -> int:
@@ -304,7 +307,7 @@ class Authenticator:
     def _admit(self, digest: str, wanted: Collection[Role]) -> AccessGrant:
         self._follow_file()
         if self.fault is not None:
-            raise Denied(401, "the hub cannot read its token file")
+            raise Denied(401, "the hub cannot read its token file", is_final=False)
         found: Token | None = None
         for token in self._tokens:  # constant time over all tokens, so that timing reveals nothing
             if hmac.compare_digest(token.digest.encode(), digest.encode()):

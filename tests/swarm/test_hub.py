@@ -180,6 +180,20 @@ def test_a_token_that_is_revoked_ends_its_connected_worker_for_good(bench):
     bench.assert_sound()
 
 
+def test_a_token_file_that_cannot_be_read_for_a_while_ends_no_worker_for_good(bench):
+    bench.begin()
+    token = bench.tokens.create(Role.WORKER, 3600, name="guest")
+    (guest,) = bench.join(1, token=token)
+    whole = bench.tokens.path.read_bytes()
+    bench.tokens.path.write_bytes(whole[:-20])
+    wait_until(lambda: not bench.hub.members.peers, "the guest's removal")
+    bench.tokens.path.write_bytes(whole)
+    wait_until(lambda: guest.is_ready, "the guest's return")
+    assert not guest.is_over
+    bench.step()
+    bench.assert_sound()
+
+
 def test_a_caller_that_joins_and_leaves_again_and_again_is_forgotten(bench):
     members, grant = bench.hub.members, AccessGrant("stranger", Role.WORKER, False, "its digest")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from contextlib import suppress
 
 from aiohttp import web
 
@@ -68,20 +67,21 @@ class AccessControl(WorkerAccess):
         kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
         raise kind(text=denied.reason)
 
-    def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
+    def recheck(self, grant: AccessGrant, worker: str, address: str) -> Denied | None:
         """Return the reason why a connected worker must be disconnected, or None if it may stay connected. Reasons are
-        an expired or revoked access token, and quarantine."""
-        reason = super().recheck(grant, worker, address)
-        denied = Denied(401, "the token is no longer valid", grant.label)
-        if reason is not None:
-            denied = Denied(403, reason, grant.label)
-        else:
+        an expired or revoked access token, a token file that cannot be read, and quarantine."""
+        denied = super().recheck(grant, worker, address)
+        if denied is None:
+            denied = Denied(401, "the token is no longer valid", grant.label)
             for authenticator in self.authenticators:
-                with suppress(Denied):
+                try:
                     authenticator.recheck(grant)
                     return None
+                except Denied as error:
+                    if not error.is_final:
+                        denied = Denied(401, error.reason, grant.label, is_final=False)
         self.audit.denied(denied, address, "/worker")
-        return denied.reason
+        return denied
 
     def delay_s(self, grant: AccessGrant) -> float:
         """Return the number of seconds by which a message or request of this sender must be delayed."""

@@ -249,9 +249,9 @@ class Membership:
     def tick(self, delay_s: float) -> None:
         """Check access tokens, quarantines and time limits of all workers. delay_s: delay of this tick in seconds."""
         for peer in list(self.peers.values()):
-            reason = self._access.recheck(peer.grant, peer.worker, peer.address)
-            if reason is not None:
-                self.remove(peer.number, reason, is_final=True)
+            denied = self._access.recheck(peer.grant, peer.worker, peer.address)
+            if denied is not None:
+                self.remove(peer.number, denied.reason, is_final=denied.is_final)
         if self._switched_s is not None:  # once per tick, because all workers are visited
             self.broker.pace.serve(self._switched_s, (p.served for p in self.peers.values() if p.is_connected))
             self._switched_s = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.swarm.auth import AccessGrant
+from baton.swarm.auth import AccessGrant, Denied
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.messages import Hello
 from baton.swarm.verification.quarantine import Quarantine
@@ -48,9 +48,10 @@ class WorkerAccess:
         self.quarantine, self.keys = quarantine, keys
         self._requirements = requirements
 
-    def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
+    def recheck(self, grant: AccessGrant, worker: str, address: str) -> Denied | None:
         """Return the reason why a connected worker must be disconnected, or None if it may stay connected."""
-        return self.quarantine.reason(grant, worker)
+        reason = self.quarantine.reason(grant, worker)
+        return None if reason is None else Denied(403, reason, grant.label)
 
     def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
         """Return a worker's id and key. A worker that presents no known key gets a new key. Raises Unwanted if the
