@@ -207,7 +207,7 @@ class EnvironmentPool:
         try:
             while process.pipe is not None and (frame := process.pipe.receive()) is not None:
                 self._on_message(process, msgspec.msgpack.decode(frame, type=calls.FromEnvironment))
-        except (EOFError, OSError, msgspec.DecodeError):
+        except (EOFError, OSError, msgspec.DecodeError, UnicodeDecodeError):
             self._lose(process, FailureCause.CRASHED, "ended")
 
     def _on_message(self, process: _EnvironmentProcess, message: calls.FromEnvironment) -> None:

@@ -305,7 +305,7 @@ class LocalProcess:
                 header = await stream.readexactly(protocol.HEADER_BYTES)
                 body = await stream.readexactly(int.from_bytes(header, "big"))
                 self._on_reply(msgspec.msgpack.decode(body, type=protocol.FromWorker))
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, UnicodeDecodeError):
             pass
         self.kill()
         code = await self.process.wait()

@@ -64,3 +64,14 @@ def test_a_further_machine_starts_only_workers_which_meet_the_others_at_the_port
     ]
     assert answer(further.handle(CHECK)).text == "a worker of vLLM has exited"
     assert isinstance(answer(further.handle(encode(CallWorkers("update_weights")))), Fault), "the first machine calls"
+
+
+@pytest.mark.parametrize("data", [b"", b"\x81\xa4type\xa4None", b"\x81\xa4\xff\xff\xff\xff\x01"])
+def test_an_answer_that_cannot_be_decoded_is_a_fault_of_the_engine(data: bytes) -> None:
+    class Replica(remote.RemoteReplica):
+        def send(self, message: bytes, timeout_s: float) -> bytes:
+            return data
+
+    replica = Replica("replica 0", start())
+    with pytest.raises(EngineFault, match="replica 0 sent a malformed answer"):
+        replica.call_workers("update_weights", None, 1.0)

@@ -220,7 +220,7 @@ class RemoteReplica(ABC):
         """Decode an answer. Raises the error that a `Fault` reports, and EngineFault for an answer of another type."""
         try:
             answer: FromReplica = _decode_answer(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineFault(f"{self.name} sent a malformed answer: {first_line(error)}") from error
         if isinstance(answer, Fault):
             known = answer.error()
