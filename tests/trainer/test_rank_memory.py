@@ -47,16 +47,12 @@ def test_large_models_fit_on_few_gpus(case: Case, limit: float) -> None:
 
 @pytest.mark.slow
 def test_the_present_code_has_the_measured_peaks(tmp_path: Path) -> None:
-    """In a process of its own, which replaces functions of transformers. The model has few layers."""
+    """In a process of its own, which replaces functions of transformers."""
     found = tmp_path / "ranks.json"
-    command = [sys.executable, "-m", "benchmarks.memory.fake_rank", str(found), "--models", "0.6B, 4 layers"]
+    command = [sys.executable, "-m", "benchmarks.memory.fake_rank", str(found), "--models", "0.6B"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=500)
-    rows, measured = json.loads(found.read_text())["rows"], {case_of(row): row for row in RESULTS}
-    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+    rows = json.loads(found.read_text())["rows"]
+    assert len(rows) == 2
     for row in rows:
-        expected = measured[case_of(row)]
-        assert row["peak"] == pytest.approx(expected["peak"], rel=0.02)
-        for phase in ("forward", "kept", "head", "blocks"):  # without the state, of which they are a small part
-            added = expected[phase] - expected["state"]
-            assert row[phase] - row["state"] == pytest.approx(added, rel=0.05), (phase, row)
+        assert row["peak"] == pytest.approx(PEAKS[case_of(row)], rel=0.02), row
