@@ -253,7 +253,9 @@ def rank_phases(
     blocks = blocks + waiting + tokens * (saved * how.recomputes + gradients)
     # the gathered embedding and head are freed before their gradients are copied to float32
     alone = (1 - is_sharded) * (waiting + 4 * head * first)
-    of_tables = trains_all * (tied * 4 * tables + apart * first * (4 + wide + 4 / shards) * head + alone)
+    # of tied weights: the gradient of the head, that of the embedding, and their sum, which is then copied to float32
+    of_tied = np.maximum(3 * wide, 4) * tables
+    of_tables = trains_all * (tied * of_tied + apart * first * (4 + wide + 4 / shards) * head + alone)
     # without recomputation, blocks save copies of weights, which still exist in the head's backward pass
     between = () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
     # the activations of the last norm are freed before the blocks' backward pass

@@ -68,6 +68,7 @@ CASES = [
     Case("8B", 8, lora=16),
     Case("0.6B", 8),
     Case("0.6B", 8, dtype="float32"),
+    *[Case(model, 8, 1024, row=1024, dtype="float32") for model in ("0.6B", "1.7B")],
 ]
 
 

@@ -69,10 +69,15 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, said: str) -> None
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [("time,worker\n1,w1", "needs at_s"), ("at_s,worker\nsoon,w1", "line 2"), ("worker,at_s\nw1", "line 2")],
+    [
+        ("time,worker\n1,w1", "needs at_s"),
+        ("at_s,worker\nsoon,w1", "line 2"),
+        ("worker,at_s\nw1", "line 2"),
+        ("at_s,worker\n1,é", "not a CSV file in UTF-8"),
+    ],
 )
 def test_a_trace_that_is_none_is_named(tmp_path: Path, rows: str, said: str) -> None:
-    (tmp_path / "spot.csv").write_text(rows)
+    (tmp_path / "spot.csv").write_text(rows, encoding="latin-1")
     found = read(tmp_path, f'[spot]\ntrace = "{tmp_path / "spot.csv"}"')
     with pytest.raises(UserError, match=said):
         found.schedule(0)

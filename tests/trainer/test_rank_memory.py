@@ -53,6 +53,6 @@ def test_the_present_code_has_the_measured_peaks(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=500)
     rows = json.loads(found.read_text())["rows"]
-    assert len(rows) == 2
+    assert len(rows) == 3
     for row in rows:
         assert row["peak"] == pytest.approx(PEAKS[case_of(row)], rel=0.02), row

@@ -79,7 +79,7 @@ class RayRanks:
                     if len(piece) < PIECE_BYTES:
                         return Path(name)
         except BaseException:
-            Path(name).unlink()
+            Path(name).unlink(missing_ok=True)
             raise
 
     def close(self) -> None:
