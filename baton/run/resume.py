@@ -145,7 +145,11 @@ def checkpoint_writer(
             with writing(staged):
                 staged.mkdir(mode=0o700)
                 (staged / "checkpoint").mkdir()
-            trainer.save(staged / "checkpoint")
+            try:
+                trainer.save(staged / "checkpoint")
+            except BaseException:
+                shutil.rmtree(staged, ignore_errors=True)
+                raise
         return partial(write, state)
 
     return take

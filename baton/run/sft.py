@@ -97,7 +97,6 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
     threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = _parts(recipe)
-    begin = time.perf_counter()
     losses: list[float] = []
     tokens = 0
 
@@ -111,6 +110,7 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         observer.stepped(step, recent, speed)
 
     with closing(MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)) as metrics:
+        begin = time.perf_counter()
         fine_tune(model, examples, recipe.sft, on_step=on_step)
     output = Path(recipe.output)
     with atomic_directory(output, before_rename=lock.check) as directory, writing(output):

@@ -123,6 +123,20 @@ def test_a_failure_to_write_is_raised_before_the_next_checkpoint_and_the_last_on
     assert steps_of(again) == [STEPS]
 
 
+def test_a_snapshot_that_does_not_fit_into_host_memory_is_removed(tmp_path: Path) -> None:
+    before, loop = staged(), in_background(tmp_path)
+
+    def full(directory: Path) -> None:
+        (directory / "a part").write_bytes(bytes(10))
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory))
+
+    loop.trainer.save = full  # type: ignore[method-assign]
+    with pytest.raises(StorageFault, match="the disk is full: .*there is no checkpoint yet"):
+        loop.train()
+    loop.close()
+    assert staged() == before
+
+
 def test_the_end_of_a_run_waits_for_a_checkpoint_until_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,13 +141,13 @@ def test_an_invalid_manifest_of_the_hub_is_an_error_of_the_hub_and_is_not_kept(
     tmp_path: Path, published: tuple[Store, PolicyVersion, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, version, _ = published
-    body = store.read_manifest(version)
+    body = store.manifest(version)
 
     async def scenario() -> None:
         async with running(Origin(store), tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
             answers = []
             for sent in (b"no manifest", body):
-                monkeypatch.setattr(store, "read_manifest", lambda _, sent=sent: sent)
+                monkeypatch.setattr(store, "manifest", lambda _, sent=sent: sent)
                 headers = {"Authorization": f"Bearer {SECRET}"}
                 async with http.get(f"{relay.url}/weights/manifest/run/{version.number}", headers=headers) as answer:
                     answers.append((answer.status, await answer.read()))

@@ -118,7 +118,7 @@ class Relay:
                     self._options.say(f"relaying {self._options.hub} at {self.url}")
                 self._secret = msgspec.json.decode(body, type=RelayTicket).secret
                 is_connected = True
-            except (BatonError, aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an invalid answer
+            except (BatonError, aiohttp.ClientError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 if not self._secret and any(f"answered {code}" in str(error) for code in (400, 401, 403)):
                     raise UserError(f"the hub at {self._options.hub} refuses this relay: {error}") from error
                 if is_connected:
