@@ -131,7 +131,7 @@ def test_a_snapshot_that_does_not_fit_into_host_memory_is_removed(tmp_path: Path
         raise OSError(errno.ENOSPC, "No space left on device", str(directory))
 
     loop.trainer.save = full  # type: ignore[method-assign]
-    with pytest.raises(StorageFault, match="the disk is full: .*there is no checkpoint yet"):
+    with pytest.raises(StorageFault, match=r"the disk is full: .*there is no checkpoint yet"):
         loop.train()
     loop.close()
     assert staged() == before
