@@ -367,7 +367,7 @@ def plan_for(inputs: Inputs) -> Plan:
     return plan_with_reward(inputs, time_limit_s=math.inf)[0]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50 if ALL else 8)
 @given(questions())
 def test_a_plan_for_the_idealised_trainer_is_refused_by_the_launcher(
     question: tuple[Inputs, dict[str, tuple[str, int]]],
