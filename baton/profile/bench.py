@@ -341,8 +341,8 @@ class ModeBench:
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
     """Return the settings of each mode and of the control, by name. The recipe's own mode has the recipe's settings.
-    Other modes have default settings, but `partial` and `async` use the recipe's `on_new_version` if it is `resume` or
-    `keep`."""
+    The other modes have default settings, with one exception: if the recipe's `on_new_version` is `resume` or `keep`,
+    then `partial` and `async` use this value."""
     known: tuple[Mode, ...] = ("sync", "partial", "async")
     unknown = [mode for mode in modes if mode not in known]
     if unknown or not modes:

@@ -34,8 +34,8 @@ from baton.types import FinishReason, FromWorker, Lease, Report, Retry
 WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
 CLASS_ENDS = 32
-"""A decode step sorts its rows by context length and divides them into length classes. To limit the search for the best
-classes, only this number of evenly spaced rows may be the last row of a class."""
+"""A decode step sorts its rows by context length and divides them into length classes. The search for the classes with
+the least time considers only this number of evenly spaced places at which one class can end and the next begin."""
 _CLOSE = 1e-9
 """Times that differ by at most this number of seconds count as equal, because of rounding errors."""
 
