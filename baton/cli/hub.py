@@ -36,7 +36,7 @@ def status(
 
 
 RELAY_GRACE_S = 2.0
-"""After a stop signal, the relay is cancelled after this number of seconds."""
+"""The relay is cancelled this number of seconds after a stop signal, unless it has ended."""
 
 
 def relay(

@@ -60,7 +60,7 @@ bench_app = typer.Typer(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Make `bench` a command group. Without this callback, typer would not create a group, because it has only one
+    """Make `bench` a command group. Without this callback, typer would not create a group, because `bench` has only one
     command."""
 
 

@@ -188,8 +188,8 @@ cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a c
 
 @cluster_app.callback()
 def _cluster() -> None:
-    """Make `cluster` a command group. Without this callback, typer would not create a group, because it has only one
-    command."""
+    """Make `cluster` a command group. Without this callback, typer would not create a group, because `cluster` has only
+    one command."""
 
 
 @cluster_app.command("describe")

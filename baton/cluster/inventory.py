@@ -124,7 +124,7 @@ def describe(
     """Describe the machines that the planner may use. Raises UserError if no machine is usable.
 
     base: a cluster file with the links, prices and GPU types to apply. with_cpus: whether machines without a GPU are
-    included. If no machine has a GPU, all machines are included.
+    included. If no usable machine has a GPU, all usable machines are included.
     """
     notes = [f"{m.name} is not used: {m.problem}; {_advice(m)}" for m in found if m.gpu is None]
     usable = [machine for machine in found if machine.gpu is not None]

@@ -169,10 +169,10 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequenc
 
 
 def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:
-    """Return a relative speed for each rank index within a stage; the mean of the speeds is about 1. `threads`: for
-    each rank of all stages, the number of its threads or another measure of its speed. A rank's relative speed is the
-    ratio of its speed to the mean speed in its stage. Ranks with the same index train the same trajectories, so the
-    slowest of them determines the speed of the index."""
+    """Return a relative speed for each rank index within a stage. `threads`: for each rank of all stages, the number of
+    its threads or another measure of its speed. A rank's relative speed is the ratio of its speed to the mean speed in
+    its stage. Ranks with the same index train the same trajectories, so the lowest of their relative speeds is the
+    speed of the index."""
     size = len(threads) // num_stages
     of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
     return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
@@ -301,9 +301,9 @@ def _by_machine(gpu_ids: Sequence[str]) -> list[list[str]]:
 
 
 def _check_parts(who: str, replica: Replica, parts: Sequence[Sequence[str]], machines: Mapping[str, Machine]) -> None:
-    """Raise UserError if vLLM cannot run a replica with these GPUs on each machine. vLLM starts equally many processes
-    on each machine, and the processes of a machine have consecutive ranks. vLLM's CPU build can run only one process on
-    each machine."""
+    """Raise UserError if vLLM cannot run a replica with these GPUs on several machines. vLLM starts equally many
+    processes on each machine, and the processes of a machine have consecutive ranks. If a replica is on several
+    machines, vLLM's CPU build can run only one process on each of them."""
     units = [machines[own[0].rpartition(":")[0]].units for own in parts]
     if len({len(own) for own in parts}) > 1 or [gpu for own in parts for gpu in own] != list(replica.gpu_ids):
         why = "the same number of consecutive GPUs on each machine"

@@ -33,8 +33,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     """Freeze a model and add trainable adapters. Every B starts at zero, so the model's output changes only after an
     update.
 
-    The adapters are float32 even if the model has another dtype, and are initialised on the CPU if the model is on the
-    meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
+    The adapters are float32 even if the model has another dtype. They are initialised on the CPU, and get values even
+    if the model is on the meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets`
+    matches no layer.
     """
     _check_peft()
     from peft import LoraConfig

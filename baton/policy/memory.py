@@ -13,7 +13,8 @@ import torch
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File with the memory limit of a container (cgroup v2). The file exists only in a container."""
+"""File with the memory limit of a container (cgroup v2). The file exists only in a container, and contains "max"
+if there is no limit."""
 _M_ARENA_MAX: Final = -8
 """Parameter of glibc's `mallopt`: the maximum number of heaps."""
 

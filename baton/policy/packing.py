@@ -74,7 +74,8 @@ def concatenated(
 
     `shares`: for each distinct prompt, the number of consecutive rows that start with it. Of the rows that share a
     prompt, only the first keeps the prompt. If `shares` is empty, every row keeps its prompt. Tokens of a shared prompt
-    cannot be scored. `multiple`: a row of tokens with id 0 is appended if T is not a multiple of this number.
+    cannot be scored. `multiple`: if T is not a multiple of this number, a row of tokens with id 0 is appended, so that
+    T becomes such a multiple.
     """
     num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []

@@ -41,8 +41,8 @@ def read_workload(path: Path) -> Workload:
 def recipe_workload(recipe: Recipe, gpu: str = "") -> Workload:
     """Return the workload of a recipe. A recipe does not determine prompt and response lengths, so all lengths in this
     workload are one token. `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training
-    do not overlap. gpu: GPU type of the engines, which determines the dtype for `engine.dtype = "auto"`; "" stands for
-    any GPU, and "CPU" for a CPU."""
+    do not overlap. `gpu`: GPU type of the engines, which determines the dtype for `engine.dtype = "auto"`; "" stands
+    for any GPU, and "CPU" for a CPU."""
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
     width = 4.0 if dtype_on("cpu" if gpu == "CPU" else "cuda", recipe.engine.dtype) == "float32" else 2.0
     return Workload(

@@ -235,7 +235,8 @@ class Journal:
         self._put(EntryKey("discarded", group_id), cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and settle the metrics of a step's batch, before the batch is written to the run's directory."""
+        """Record the metrics of a step's batch, and settle the journal. Call this method before the batch is written to
+        the run's directory."""
         self._put(EntryKey("batch", step), metrics)
         self.settle()
 

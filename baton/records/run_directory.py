@@ -31,7 +31,7 @@ from baton.types import Group, plain
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
 """Kind of recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled and the
-greedy responses of the evaluation after the step. `skipped`: the step's last batch that `skip_groups` removed."""
+greedy responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed last."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)

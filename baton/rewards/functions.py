@@ -9,7 +9,7 @@
 Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
 Functions of the other conventions are called once per response. Arguments are passed by name: a function may have any
 subset of the parameters. Functions score multi-turn episodes too. When a function scores an episode, each argument
-named after a dataset column has the value from the dataset row. Each completion is a list of messages.
+named after a dataset column has the value from the dataset row, and each completion is a list of messages.
 """
 
 from __future__ import annotations

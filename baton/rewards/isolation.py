@@ -64,8 +64,8 @@ class Isolation:
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
     """Return the environment variables of a scorer process. They include the variables of `run` (the run's environment)
-    whose names match `_ALLOWED` or are in `names`. Further variables set Python's import path and limit the number of
-    threads.
+    whose names match `_ALLOWED` or are in `names`. Further variables set the path from which Python imports this
+    package, and limit OpenMP to one thread.
 
     Raises UserError if a variable of `names` is not set.
     """

@@ -152,7 +152,8 @@ class WorkerPool:
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a worker process, which loads its scorers; return a line about its isolation. Raises UserError."""
+        """Start a worker process, which loads its scorers; return a line about its isolation. Raises UserError if the
+        process cannot load them."""
         if self._holds_model:
             await asyncio.shield(self._shared_worker())
         else:

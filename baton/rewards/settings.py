@@ -83,7 +83,7 @@ class RewardSettings(Settings):
     devices: tuple[str, ...] = ()
     """Devices of the reward model, such as ["cuda:2", "cuda:3"]. A process on each device holds the whole model. By
     default, the model uses a GPU that neither the trainer nor an engine uses. If there is no such GPU, the model shares
-    the GPU of an engine. On a machine without GPUs, it uses the CPU."""
+    the GPU of an engine. If the run uses the CPU, so does the model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the reward model. auto: bfloat16 on CUDA, float32 on a CPU."""
     batch_tokens: int = Field(default=16384, ge=1)

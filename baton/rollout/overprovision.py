@@ -82,8 +82,8 @@ class OverprovisionSearch:
         return self.level
 
     def _choose(self, *, is_full: bool) -> float:
-        """Return the next level: a measured neighbour that is better than the present level, else a level without a
-        recent measurement, else the present level."""
+        """Return the next level: the best measured neighbour if it is better than the present level (see `CLOSE`), else
+        a level without a recent measurement, else the present level."""
         levels = [level for level in LEVELS if level <= self.most]
         at = levels.index(self.level)
         near = [self.level, *levels[at + 1 : at + 2 - is_full], *levels[max(0, at - 1) : at]]

@@ -6,10 +6,10 @@
 | one per replica | leases, aborts, loads | events                | its engine, or messages | deadlines, messages   |
 
 Each replica loads a version by itself. `load_weights` returns when the replicas that served the last version have
-loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after `first
-+ max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no new leases, and its current leases are
-refused, so the controller sends them to other replicas. A replica whose engine has failed is started again, and
-receives the next version.
+loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after
+`first + max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no new leases, and its current
+leases are refused, so the controller sends them to other replicas. A replica whose engine has failed is started again,
+and receives the next version.
 """
 
 from __future__ import annotations

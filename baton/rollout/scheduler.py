@@ -17,7 +17,7 @@ The mode determines when a new group may be opened:
 
 N counts the new group and all groups opened before it, except filtered and dropped groups. v is the oldest version that
 a worker may serve. In `sync`, max_staleness is 0. In the modes `sync` and `partial`, trajectories are generated only
-while the trainer waits for a batch. When a batch is delivered in `partial`, all leases are aborted. If the workers can
+while the trainer waits for a batch. When a batch is delivered in `partial`, all leases are aborted. If the workers then
 pause (`Rules.pauses`), the leases are kept instead. The worker transport chooses the worker of each trajectory.
 """
 
@@ -319,7 +319,7 @@ class RolloutScheduler:
 
     def _complete(self, group: TrackedGroup) -> Iterator[ev.Command]:
         """Mark a scored group as complete, or filter it: dynamic sampling filters groups of equal rewards, whose
-        advantages are zero (DAPO, arXiv 2503.14476, section 3.2). Raises UserError beyond `FILTERED_LIMIT`."""
+        advantages are zero (DAPO, arXiv 2503.14476, section 3.2). Raises UserError at `FILTERED_LIMIT`."""
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
             yield from self._discard(group, "filtered")
@@ -357,7 +357,8 @@ class RolloutScheduler:
         yield ev.Deliver(self._delivered, take.group_ids)
 
     def _drop(self, group: TrackedGroup) -> Iterator[ev.Command]:
-        """Queue a group's prompt for an attempt under a new id; discard the prompt after `max_requeues` attempts."""
+        """Queue a group's prompt for another attempt under a new id. After `max_requeues` further attempts, discard the
+        prompt."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
             self.step.requeued_groups += 1

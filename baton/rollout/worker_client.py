@@ -90,8 +90,8 @@ class WorkerClient:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 
         beside: sockets of environments; the wait also ends when one of them is readable. If `beside` is empty or the
-        transport has no sockets, the wait ends after `SHORT_WAIT_S`. If `beside` is None, only a message ends the wait
-        before `timeout_s`.
+        transport has no sockets, the wait ends after `SHORT_WAIT_S`. If `beside` is None, no event except a message can
+        arrive during the wait, so the wait may last until `timeout_s`.
 
         Raises DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. Progress
         is any of three events: a message arrives, a counter of the engine changes, or the number of slots becomes zero

@@ -222,7 +222,7 @@ class _Files:
 
 @dataclass(frozen=True, slots=True)
 class _SupervisorAccess:
-    """The methods of the hub that a worker supervisor calls."""
+    """The parts of the hub that a worker supervisor uses."""
 
     url: str
     certificate: str

@@ -52,8 +52,8 @@ class VirtualClock:
 
     def poll(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
         """Run the actions of the next `timeout_s` seconds, but stop when `is_over()` is true. Return `is_over()`. If no
-        action is scheduled within `timeout_s`, the time advances by several times `timeout_s` at once, but not past the
-        next action. This replaces several calls in which no action would run. Raises NoProgress if no action is
+        action is scheduled within `timeout_s`, the time advances at once by a multiple of `timeout_s`, but not past the
+        next action. This replaces repeated calls in which no action would run. Raises NoProgress if no action is
         scheduled."""
         until_s, before = self.now_s + timeout_s, self.num_fired
         while not is_over():

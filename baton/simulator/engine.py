@@ -35,7 +35,7 @@ WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
 CLASS_ENDS = 32
 """A decode step sorts its rows by context length and divides them into length classes. The search for the classes with
-the least time considers only this number of evenly spaced places at which one class can end and the next begin."""
+the least time considers at most this number of evenly spaced places at which one class can end and the next begin."""
 _CLOSE = 1e-9
 """Times that differ by at most this number of seconds count as equal, because of rounding errors."""
 
@@ -161,7 +161,7 @@ class SimEngine:
             self._poke()
 
     def stop(self) -> None:
-        """Stop after the last whole step. `go_on` restarts the engine; without `go_on`, the stop is permanent."""
+        """Stop after the last whole step. `go_on` continues; without `go_on`, the stop is permanent."""
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 

@@ -129,8 +129,8 @@ def draw_faults(random: Random, wanted: RandomSettings) -> list[FaultSettings]:
 
 
 def read_trace(spot: SpotSettings) -> list[FaultSettings]:
-    """Read a trace of preemptions. Raises UserError if the file cannot be read, or, with the line, if a line is
-    invalid."""
+    """Read a trace of preemptions. Raises UserError if the file cannot be read, or if a line is invalid; the error
+    then names the line."""
     if not spot.trace.is_file():
         raise UserError(f"spot.trace: there is no file {spot.trace}")
     found = []

@@ -16,8 +16,9 @@ from baton.simulator.result import first_full
 from baton.simulator.run import RunOptions, run_request
 
 STEPS = 50
-"""Train steps whose means predict a longer run. The simulation has further steps, because in `async` the last steps of
-a run train batches that have been generated before."""
+"""A longer run is predicted from a simulation of about this number of train steps, without the first of them. The
+simulation has further steps, because in `async` the last steps of a run train batches that have been generated
+before."""
 
 
 def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, memory: MemoryByTokens) -> Predictions:

@@ -147,7 +147,7 @@ class Result(msgspec.Struct, frozen=True):
 
 def summarise(setting: Setting, record: RunRecord, window: tuple[int, int] | None = None) -> Result:
     """Summarise the record of a run. window: the first train step of the steady state, counted from 0, and the step
-    after its last; by default, all steps after those that fill the pipeline."""
+    after its last; by default, all steps except the first `num_warm` and those that fill the pipeline."""
     rules = setting.rules
     done = record.steps
     warm, end = window or (min(len(done) - 1, max(num_warm(len(done)), first_full(rules))), len(done))

@@ -53,7 +53,8 @@ class TrajectoryWork:
     trained_share: float = 1.0
     """Share of groups whose rewards differ."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run. If groups are given, they replace the distributions."""
+    """Groups of a recorded run. If groups are given, they replace the distributions. They are used in order; after the
+    last group, the first is used again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ KNOTS = 64
 
 
 def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
-    """Return the number of steps that are completed in `elapsed_s` seconds; the last step may be incomplete and counts
-    as a fraction. The first step takes `step_s`, and each step takes `slope_s` longer than the step before."""
+    """Return how many steps are computed in `elapsed_s` seconds, as a real number: an incomplete last step counts as a
+    fraction. The first step takes `step_s`, and each step takes `slope_s` longer than the step before."""
     half = slope_s / 2
     first = step_s - half
     if abs(half) < 1e-15:

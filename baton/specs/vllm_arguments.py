@@ -48,8 +48,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("reasoning_parser", "", ""),  # the beginning of another name
 )
 """Each row has three texts. The first lists names of arguments. The second is the advice to a user who sets one of them
-in [engine.vllm], and the third is the advice to a user who sets one in [[reward]]. If an advice is empty, this section
-allows the arguments."""
+in [engine.vllm], and the third is the advice to a user who sets one in [[reward]]. If the advice for a section is
+empty, this section allows the arguments."""
 _CODE_KEYS = "reasoning_parser_plugin", "kv_connector_module_path", "ec_connector_module_path", "inductor_passes"
 """Keys that can execute code if they are in the table of an argument such as `kv_transfer_config`."""
 _ADVICE: dict[Program, dict[str, str]] = {

@@ -1,4 +1,5 @@
-"""Index of the workers that may be granted one more lease. It finds the least loaded worker of a given version."""
+"""Index of the workers that may be granted one more lease. It finds the least loaded worker that serves a
+version."""
 
 from __future__ import annotations
 
@@ -199,8 +200,8 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove entries from the start of a heap until the first entry's owner may hold one more lease; return this
-        entry."""
+        """Remove entries from the start of a heap until the first entry's owner may hold one more lease. Return this
+        entry, or None if no entry remains."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top

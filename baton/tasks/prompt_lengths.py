@@ -1,7 +1,7 @@
 """Measures the prompts of a recipe's tasks before generation starts, so that the run skips prompts that are too long.
 
 In a file, only the rows that may be too long are tokenised, longest first. For a generated task, a sample is tokenised.
-A too long prompt that this check misses is skipped when it is drawn.
+If this check misses a prompt that is too long, the prompt is skipped when it is drawn.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ CAUSE = (
 
 
 def excessive_mismatch(found: BehaviorDistance[float], settings: TrainerSettings) -> str | None:
-    """Return an error message if the logprobs of engine and trainer differ by more than `settings` allows."""
+    """Return an error message if the logprobs of engine and trainer differ by more than the error limits in `settings`,
+    else None."""
     if not found.current:
         return None
     for key, value, unit, limit in (

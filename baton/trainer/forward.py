@@ -49,7 +49,7 @@ class ModelInputs:
     """For each row, the experts that the engine reported for each response token. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
     """For each distinct prompt, the number of consecutive rows that start with it; the pass computes the prompt once.
-    Empty if no rows share their prompt."""
+    Empty if each row computes its own prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
     kept: tuple[bytes, ...] = ()

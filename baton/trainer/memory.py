@@ -25,8 +25,9 @@ from baton.trainer.settings import TrainerSettings
 
 def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
     """Return the dimensions of the model that a Hugging Face configuration describes. `num_params`: the model's number
-    of parameters, if known. If the configuration lacks a needed key, such as the number of attention heads, the model
-    is treated as a model with one attention head and default sizes."""
+    of parameters, if known. If the configuration lacks a needed key, such as the number of attention heads, or has an
+    unsupported value, only its number of layers, its hidden size and its vocabulary size are used. The model then
+    counts as a model with one attention head, and all other values are defaults."""
     values = {key: value for key, value in config.to_dict().items() if value is not None}
     try:
         found = model_spec(values, str(config.model_type))

@@ -7,9 +7,10 @@ them. A checksum is computed from a tensor as the loader receives it, on any dev
 transport and order, but not forgery: direct transfers are for machines that trust each other.
 
 A **difference** has only the elements that changed since another version, the base: flat indices and new values for
-each tensor, or the whole tensor if that is shorter. vLLM's loader (`load_checkpoint_weight_patches`) does not receive a
-whole tensor but a patch, with NaN at unchanged elements. The checksum therefore covers the indices, the values and the
-shape of the patch. Only a replica that holds the complete base accepts a difference.
+each tensor, or the whole tensor if that is shorter. From indices and values, vLLM (`load_checkpoint_weight_patches`)
+makes a tensor of the whole shape that is NaN at all unchanged elements, and passes it to the model's loader. The
+checksum of this tensor therefore covers the indices, the values and the shape. Only a replica that holds the complete
+base accepts a difference.
 """
 
 from __future__ import annotations

@@ -267,12 +267,13 @@ def _filtered_distance(
     mass over that set.
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
-    possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and the target with all
-    more likely tokens. Each of the three is possible only under two conditions. First, the set must not have more than
-    k tokens, the limit of top-k. Second, take the last token that the set adds or removes: the mass of all more likely
-    tokens must be within `_BORDER` of top-p. In the fourth set, the target replaces token n. If the target is already
-    among the n most likely tokens, token n + 1 replaces token n instead. The fourth set is possible only if the new
-    token's probability is at least 1 − `_BORDER` times the probability of token n.
+    possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and, if the target is not
+    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only under two
+    conditions. First, the set must not have more than k tokens, the limit of top-k. Second, take the last token that
+    the set adds or removes: the mass of all more likely tokens must be within `_BORDER` of top-p. In the fourth set,
+    the target replaces token n. If the target is already among the n most likely tokens, token n + 1 replaces token n
+    instead. The fourth set is possible only if the new token's probability is at least 1 − `_BORDER` times the
+    probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
