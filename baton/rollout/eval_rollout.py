@@ -110,6 +110,10 @@ class _EvalLeases:
         if trajectory is None:
             return  # a late message of a lease that has ended
         if isinstance(message, Retry):
+            if message.has_version == self._version:  # a replica with this lease has failed; another one serves
+                del self.growing[message.lease_id]
+                self._lease(trajectory)
+                return
             raise EngineFault(
                 f"{self._worker.name} serves version {message.has_version} and refused trajectory {trajectory.name} "
                 "of another version; look for errors in the log of the worker"

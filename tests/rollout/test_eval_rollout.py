@@ -149,6 +149,19 @@ def test_a_refusal_names_worker_version_and_trajectory() -> None:
         grown(Silent(lambda lease: [Retry(lease.lease_id, 3)]))
 
 
+def test_a_trajectory_whose_replica_has_failed_is_leased_again() -> None:
+    refused = set[str]()
+
+    def reports(lease: Lease) -> list[FromWorker]:
+        if lease.trajectory.name not in refused:
+            refused.add(lease.trajectory.name)
+            return [Retry(lease.lease_id, VERSION)]
+        return [Report(lease.lease_id, 0, (Segment((7,), (-1.0,), VERSION),), FinishReason.LENGTH)]
+
+    assert {one.name for one in grown(Silent(reports))} == refused
+    assert len(refused) == 12
+
+
 def test_an_abort_that_nobody_asked_for_is_a_fault() -> None:
     with pytest.raises(EngineFault, match=r"worker seven aborted trajectory 10/0"):
         grown(Silent(lambda lease: [Report(lease.lease_id, 0, (), is_aborted=True)]))
