@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.machine import machine
 
 HERE = Path(__file__).parent
@@ -92,6 +94,19 @@ def others(begin: tuple[float, float, float], end: tuple[float, float, float]) -
     return max(0.0, all_s - own_s) / seconds
 
 
+def with_own_lengths(directory: Path, calibration: Path) -> list[dict[str, Any]]:
+    """Predict a run again, from the response lengths of the run itself, and return the comparison. The error that the
+    lengths of another run cause is thus excluded."""
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+    from baton.records.metrics import read_metrics
+    from baton.records.predictions import compare
+    from baton.simulator.predictions import simulated_predictions
+
+    predictions = simulated_predictions(load_recipe(Recipe, directory / "recipe.toml"), calibration, directory, ())
+    return list(map(msgspec.to_builtins, compare(predictions, read_metrics(directory))))
+
+
 def measure(case: str, note: str) -> None:
     """Profile a case and run it once, and append its comparison."""
     recipe, overrides = CASES[case]
@@ -111,6 +126,7 @@ def measure(case: str, note: str) -> None:
         "cores_of_others": loads,
         "overrides": overrides,
         "predictions": report["predictions"],
+        "with_own_lengths": with_own_lengths(ROOT / "runs" / f"matrix-{case}", calibration),
     }
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
