@@ -27,8 +27,8 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def share_heap() -> None:
     """Make all threads of this process allocate host memory from one heap. By default, glibc gives threads heaps of
-    their own, and a thread cannot use memory that another thread has freed in its heap. Train steps run in threads of
-    their own: with a model of 135 M parameters, the trainer's peak was 9.1 GB instead of 6.3 GB. A thread that has
+    their own, and a thread cannot use memory that another thread has freed in its heap. Each train step runs in a
+    thread of its own, so the memory of earlier train steps was not reused (`benchmarks/memory`). A thread that has
     allocated memory before this call keeps its heap. Has no effect with other C libraries."""
     limit = getattr(ctypes.CDLL(None), "mallopt", None)
     if limit is not None:

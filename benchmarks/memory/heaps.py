@@ -1,7 +1,7 @@
 """Peak memory of a trainer in `async` on a CPU, with one heap for all threads and with glibc's heaps per thread.
 
     python benchmarks/smollm2/model.py                    # fetches the model
-    python -m benchmarks.memory.heaps --pairs 2           # 8 minutes on two cores; raw: results/heaps.json
+    python -m benchmarks.memory.heaps --pairs 2           # a quarter of an hour on two cores; raw: results/heaps.json
 
 Train steps run in threads of their own. Runs of SmolLM2-135M alternate: one as it is, and one whose trainer leaves the
 heaps of glibc as they are. All runs have equal seeds.
