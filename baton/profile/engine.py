@@ -26,6 +26,8 @@ from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
 
 DECODE_STEPS = 24
 REPEATS = 5
+POINT_S = 10.0
+"""Seconds after which a measurement is not repeated again: one that takes so long is precise enough."""
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Context lengths at which decode and prefill are measured, as shares of the engine's maximum context length."""
 START_S = 600.0
@@ -87,15 +89,13 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
     leases = 0
     for share in CONTEXT_SHARES:
         context = max(2, int(longest * share))
-        alone = [_timed(engine, 1, context, leases + index, 8)[0] for index in range(REPEATS)]
+        alone, _ = _median(engine, 1, context, leases, 8)
         leases += REPEATS
-        yield Measurement("prefill", 1, context, max(statistics.median(alone), 1e-6))
+        yield Measurement("prefill", 1, context, max(alone, 1e-6))
         for batch in batches:
-            runs = []
-            for _ in range(REPEATS):
-                runs.append(_timed(engine, batch, context, leases, min(DECODE_STEPS, longest - context - 1)))
-                leases += batch
-            decode, prefill = statistics.median(run[1] for run in runs), statistics.median(run[0] for run in runs)
+            steps = min(DECODE_STEPS, longest - context - 1)
+            prefill, decode = _median(engine, batch, context, leases, steps)
+            leases += batch * REPEATS
             middle = context + DECODE_STEPS // 2
             yield Measurement("decode", batch, middle, decode)
             yield Measurement("prefill", batch, context, max(prefill, 1e-6))
@@ -103,6 +103,15 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
                 f"batch {batch}, context {context}: decode {batch / decode:,.0f} tokens/s, "
                 f"prefill {batch * context / max(prefill, 1e-6):,.0f} tokens/s"
             )
+
+
+def _median(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
+    """Return the medians of several calls of `_timed`."""
+    runs: list[tuple[float, float]] = []
+    until_s = time.perf_counter() + POINT_S
+    while len(runs) < REPEATS and (not runs or time.perf_counter() < until_s):
+        runs.append(_timed(engine, batch, context, first + batch * len(runs), steps))
+    return statistics.median(prefill for prefill, _ in runs), statistics.median(decode for _, decode in runs)
 
 
 def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:

@@ -147,8 +147,7 @@ def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[f
     opened, beside = RunDirectory.open(run), list[tuple[float, float, float]]()
     alone_s = predicted_s = 0.0
     for row in steady_rows(rows):
-        members = [member.trajectory for group in opened.groups(int(row["step"])) for member in group.members]
-        expected_s = speed.step_s([len(each.prompt_ids) + each.num_tokens for each in members])
+        expected_s = speed.step_s(opened.groups(int(row["step"])))
         if generation_s(row) < IDLE * row["perf/step_time"]:
             alone_s, predicted_s = alone_s + row["time/train"], predicted_s + expected_s
         else:

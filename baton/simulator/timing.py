@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from baton.cost.generate import DeviceClass, context_bytes, decode_s, prefill_s, weight_bytes
-from baton.cost.train import batch_flops, compute_s
+from baton.cost.train import batch_flops, compute_s, forward_passes
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
+from baton.types import Group
 
 KNOTS = 64
 """Number of context lengths with a tabulated decode time; times at other lengths are interpolated linearly."""
@@ -118,20 +121,39 @@ class TrainSpeed:
     """Seconds per token of prompts and responses."""
     squared_s: float
     """Seconds per square of a trajectory's number of tokens (attention)."""
+    zero_advantage: float = 1.0
+    """Time of a trajectory whose advantage is zero, as a share of the time of an equally long trajectory whose
+    advantage is nonzero. The trainer skips the backward pass of the former, and perhaps also the forward pass."""
 
-    def step_s(self, lengths: Sequence[int]) -> float:
-        return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
+    def step_s(self, groups: Sequence[Group]) -> float:
+        total_s = self.fixed_s
+        for group in groups:
+            lengths = token_counts(group)
+            own_s = self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
+            has_advantages = len({member.judgement.reward for member in group.members}) > 1
+            total_s += own_s if has_advantages else self.zero_advantage * own_s
+        return total_s
 
 
-def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float) -> TrainSpeed:
+def token_counts(group: Group) -> list[int]:
+    """Return each trajectory's number of tokens. Masked tokens are included, because the trainer computes them too."""
+    members = (member.trajectory for member in group.members)
+    return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]
+
+
+def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float, backward: float = 2.0) -> TrainSpeed:
     """Return the speed of a trainer that computes an average batch in `batch_s` seconds. These seconds are divided
-    between a time per token and a time per squared length, in proportion to FLOPs."""
+    between a time per token and a time per squared length, in proportion to FLOPs. `backward`: as in
+    `forward_passes`."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     share = min(1.0, tokens * linear / batch_flops(model, work))
-    return TrainSpeed(fixed_s, batch_s * share / tokens, batch_s * (1 - share) / squared)
+    none, every = (forward_passes(msgspec.structs.replace(work, trained_share=each), backward) for each in (0.0, 1.0))
+    full_s = batch_s * every / forward_passes(work, backward)  # if all advantages of the batch were nonzero
+    return TrainSpeed(fixed_s, full_s * share / tokens, full_s * (1 - share) / squared, none / every)
 
 
 def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
     """Return a trainer's speed on `devices` equal GPUs or cores, from efficiencies of `baton profile`."""
-    return train_speed(model, work, compute_s(model, work, place, devices), place.efficiency.train_overhead_s)
+    own = place.efficiency
+    return train_speed(model, work, compute_s(model, work, place, devices), own.train_overhead_s, own.backward)

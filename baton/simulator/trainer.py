@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from baton.simulator.clock import VirtualClock
 from baton.simulator.inputs import Setting
 from baton.simulator.transport import SimulatedTransport
 from baton.trainer.trainer import Pending, PublishedWeights, StepTrainer
-from baton.types import Batch, Group, PolicyVersion
+from baton.types import Batch, PolicyVersion
 
 CLOSE = 1e-9
 """Relative tolerance for the end of a train step, because of rounding errors."""
@@ -51,7 +51,7 @@ class VirtualStep(Pending):
     def __init__(self, trainer: VirtualTrainer, batch: Batch, *, in_background: bool) -> None:
         self._trainer, self._clock, self._step = trainer, trainer.clock, batch.step
         self._in_background = in_background
-        self._left_s = trainer.setting.train.step_s(token_counts(batch.groups))
+        self._left_s = trainer.setting.train.step_s(batch.groups)
         """Remaining time of the step under the assumption that no trajectory runs."""
         self._begin_s = self._last_s = self._clock.now_s
         self._slowdown = 0.0
@@ -82,9 +82,3 @@ class VirtualStep(Pending):
             self._slowdown = slowdown
             clock.after(self._left_s * slowdown, lambda: None)
         return self._left_s <= CLOSE * max(1.0, clock.now_s)
-
-
-def token_counts(groups: Sequence[Group]) -> list[int]:
-    """Return each trajectory's number of tokens. Masked tokens are included, because the trainer computes them too."""
-    members = [member.trajectory for group in groups for member in group.members]
-    return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]

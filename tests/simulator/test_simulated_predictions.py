@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.cost.efficiency import CalibrationSettings
@@ -15,6 +16,19 @@ from baton.rewards.settings import RewardSettings
 from baton.simulator.input_sources import RecipeSource, SimulationOptions
 from baton.simulator.predictions import simulated_predictions
 from baton.simulator.run import RunOptions, simulate
+from baton.simulator.timing import train_speed
+from baton.specs.model import read_model
+from baton.specs.workload import Workload, constant
+from baton.types import (
+    FinishReason,
+    Group,
+    Message,
+    Prompt,
+    RewardResult,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+)
 
 WORK = "groups = 1\ngroup_size = 1\nprompt_tokens = { mean = 9 }\noutput_tokens = { mean = 12 }\n"
 
@@ -58,3 +72,26 @@ def test_predictions_are_means_over_the_steps_that_a_comparison_includes(
     slot_s = [step.counts.slot_s for step in done[begin:end]]
     assert found.of("generation") == pytest.approx(sum(slot_s) / setting.slots / len(slot_s))
     assert found.of("generation")
+
+
+@pytest.mark.parametrize(("forwards_all", "zero_advantage"), [(True, 1 / 4), (False, 0.0)])
+def test_groups_without_advantages_take_less_time_to_train(
+    forwards_all: bool, zero_advantage: float, small: Any
+) -> None:
+    """One forward pass instead of a forward pass, a recomputation, and a backward pass that counts as two."""
+    work = Workload("w", 4, 2, constant(10), constant(30), trained_share=0.75, forwards_all=forwards_all)
+    work = msgspec.structs.replace(work, has_proximal_forward=False, recompute=True)
+    speed = train_speed(read_model(small.model), work, 10.0, 1.0)
+
+    def group(*rewards: float) -> Group:
+        segment = Segment((1,) * 30, (-1.0,) * 30, 0)
+        made = [Trajectory(0, index, (1,) * 10, (segment,), FinishReason.STOP) for index in range(len(rewards))]
+        judged = [RewardResult(reward, {}, is_correct=reward > 0) for reward in rewards]
+        members = tuple(map(ScoredTrajectory, made, judged))
+        return Group(0, Prompt("0", "task", (Message("user", ""),)), members)
+
+    taught, other = group(0.0, 1.0), group(1.0, 1.0)
+    taught_s, other_s = (speed.step_s([each]) - 1.0 for each in (taught, other))
+    assert other_s == pytest.approx(zero_advantage * taught_s)
+    assert speed.step_s([taught, other, taught, taught]) == pytest.approx(11.0)  # an average batch
+    assert speed.step_s([]) == 1.0
