@@ -1,11 +1,17 @@
 """One torch thread per process, set before torch is imported: several test processes share the cores."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# code that torch.compile has cached for another instruction set ends the process
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ.get('ATEN_CPU_CAPABILITY', 'all')}",
+)
 
 from dataclasses import dataclass
 from pathlib import Path
