@@ -22,6 +22,7 @@ from baton.clock import Clock
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import ASIDE, TraceWriter
 from baton.swarm import lease_events as ev
+from baton.swarm.lease_credit import FREE_RETURNS
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.provisioning import ThroughputTracker
@@ -221,6 +222,16 @@ class LeaseBroker:
 
     def num_leases(self, worker: int) -> int:
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
+
+    def limit_of(self, worker: int) -> str:
+        """Return a sentence if the worker returns too many leases and therefore gets fewer; otherwise an empty text."""
+        known = self.table.workers.get(worker)
+        if known is None or known.num_returned <= FREE_RETURNS:
+            return ""
+        return (
+            f"its access token's workers ended {known.num_returned} more leases without being asked than they finished,"
+            f" so this worker may hold {known.room} of {known.slots} leases: check or restart it, or revoke its token"
+        )
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
         """Compare the leases that a worker lists after a reconnection with the lease table. If the worker does not list

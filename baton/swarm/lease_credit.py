@@ -5,7 +5,12 @@ The number of slots that a worker reports may be false. Every `TOKENS_PER_LEASE`
 so after a few reports a correct worker may hold a lease for each of its slots. A worker loses a credit of
 `LOST_LEASE_TOKENS` tokens if another worker finishes the task of its lease, or if the lease delivers no token. A worker
 that delivers no tokens is therefore soon granted no further lease. Credit recovers with time, so after at most 50 s a
-worker may hold one lease again. `LeaseCredit` uses no clock and does no I/O.
+worker may hold one lease again.
+
+A lease is returned if the worker ends it (aborted, refused, or not listed after a reconnection) although the hub has
+not recalled it. A correct worker does so only at a change of version or after a broken connection. The tokens of a
+returned lease do not count as delivered. If more than `FREE_RETURNS` leases were returned beyond the finished ones,
+each further one also costs `LOST_LEASE_TOKENS`. `LeaseCredit` uses no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ FIRST_LEASES = 8
 """Number of leases that a new worker may hold before it has delivered a token."""
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
+FREE_RETURNS = 32
+"""A returned lease is not a lost lease while `LeaseCredit.returned` is at most this number."""
 RECOVERED_TOKENS_PER_S = 1.6
 """A worker whose credit allows no lease recovers this credit per second, in tokens, until it may hold one lease. This
 takes at most 50 s."""
@@ -32,6 +39,8 @@ class LeaseCredit:
     at_s: float
     tokens: float = 0.0
     """Credit: number of delivered tokens minus the cost of lost leases, within limits. It may be negative."""
+    returned: int = 0
+    """Number of returned leases minus the number of finished leases, at least -4 × slots."""
 
     @property
     def num_leases(self) -> int:
@@ -48,6 +57,18 @@ class LeaseCredit:
 
     def lose(self) -> None:
         self.tokens = max(_LEAST, self.tokens - LOST_LEASE_TOKENS)
+
+    def give_back(self, num_tokens: int) -> None:
+        """Count a returned lease, which has delivered `num_tokens` tokens. Up to `FREE_RETURNS`, the limit falls at
+        most to that of a new worker."""
+        self.returned += 1
+        least = min(self.tokens, 0.0) if self.returned <= FREE_RETURNS else _LEAST + LOST_LEASE_TOKENS
+        self.tokens = max(least, self.tokens - num_tokens)
+        if self.returned > FREE_RETURNS:
+            self.lose()
+
+    def finish(self) -> None:
+        self.returned = max(-4 * self.slots, self.returned - 1)
 
     def recover(self, now_s: float) -> None:
         """Add the credit that has recovered since the last call, at most until the credit allows one lease."""

@@ -297,6 +297,7 @@ class LeaseTable:
         if lease is None:
             return
         task = self._tasks.pop(lease.task)
+        self._credit(self.workers[lease.worker], LeaseCredit.finish)
         prefix, is_faithful = task.committed, self._is_consistent(task, lease)
         self._remove_lease(lease)
         if is_faithful:
@@ -318,6 +319,8 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
+        if not task.is_aborting:
+            self._credit(worker, lambda credit: credit.give_back(lease.length - lease.base))
         # The worker refused the lease. Without a version, it is not immediately granted the same task again.
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None

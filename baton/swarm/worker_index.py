@@ -70,6 +70,11 @@ class Worker:
         return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
 
     @property
+    def num_returned(self) -> int:
+        """`LeaseCredit.returned` of the worker, or of its owner if that is larger; 0 for a worker without an owner."""
+        return 0 if self.credit is None or self.owner is None else max(self.credit.returned, self.owner.credit.returned)
+
+    @property
     def has_slot(self) -> bool:
         """True if the worker may be granted one more lease."""
         return len(self.leases) < self.room and self.owner_allows

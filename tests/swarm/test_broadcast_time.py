@@ -35,7 +35,7 @@ def test_workers_are_looked_at_once_per_tick() -> None:
         stats, beat = Stub(decoded_tokens=0), lambda *_: None
         members.peers[number] = Stub(  # type: ignore[assignment]
             number=number, served=None, is_connected=True, outgoing=None, stats=stats, beat=beat, grant=None, worker="",
-            address="",
+            address="", is_limited=True,
         )  # fmt: skip
     for peer in list(members.peers.values()):
         members.on_message(peer, Heartbeat(VERSION))  # type: ignore[call-arg]

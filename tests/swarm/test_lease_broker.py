@@ -21,6 +21,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
+from baton.swarm.lease_credit import FIRST_LEASES, FREE_RETURNS
 from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.worker.session import Outbox
@@ -592,6 +593,75 @@ def test_who_refuses_one_lease_after_another_is_hung_up_on():
     counter.worker(1)
     counter.broker.report(1, said(counter.leases(1)[0].lease_id, 0, 5, FinishReason.STOP))
     assert counter.grown(7).num_tokens == 5
+
+
+def end_unasked(counter: Counter, worker: int, lease: int, how: str) -> None:
+    """What an untrusted worker does with a lease instead of finishing it."""
+    match how:
+        case "abort":
+            counter.broker.report(worker, said(lease, 0, 0, is_aborted=True))
+        case "tokens":
+            counter.broker.report(worker, said(lease, 0, MAX, is_aborted=True))
+        case "refuse":
+            counter.broker.heartbeat(worker, None, 0)
+            counter.broker.refuse(worker, Retry(lease, -1))
+        case "omit":
+            counter.broker.heartbeat(worker, None, 0)
+            counter.broker.held(worker, [])
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+@pytest.mark.parametrize("how", ["abort", "tokens", "refuse", "omit"])
+def test_who_returns_each_lease_gets_soon_one_in_40_s_and_the_hub_says_so(how, comes_again):
+    """Without a bound, it gets a lease at each of its 6,000 messages, and the trajectory is never made."""
+    counter, liar = Counter(restarts=True), 0
+    counter.broker.join(0, 4096, owner="liar")
+    counter.want(7)
+    given = 0
+    for moment in range(6000):
+        counter.now_s = 0.02 * moment
+        if comes_again and moment % 100 == 99:
+            counter.broker.leave(liar, "left")
+            liar += 1
+            counter.broker.join(liar, 4096, owner="liar")
+        counter.broker.heartbeat(liar, 0, moment)
+        fresh = counter.leases(liar)
+        if fresh and counter.desk.table.knows(fresh[-1].lease_id):
+            given += 1
+            end_unasked(counter, liar, fresh[-1].lease_id, how)
+        counter.broker.tick()
+    assert given <= FREE_RETURNS + 2 + 120 / 40, "32 are free, three go down to none, and one in 40 s"
+    assert "more leases" in counter.desk.limit_of(liar)
+    counter.worker(liar + 1)
+    counter.broker.tick()
+    (lease,) = counter.leases(liar + 1)
+    counter.broker.report(liar + 1, said(lease.lease_id, 0, MAX, FinishReason.STOP))
+    assert counter.grown(7).num_tokens == MAX, "an honest worker makes it"
+
+
+@pytest.mark.parametrize("how", ["abort", "refuse", "omit", "leave"])
+def test_an_honest_worker_may_return_all_its_leases_at_once(how):
+    """Because of a new version, of a broken connection, or of SIGTERM (its last reports arrive before `Leaving`)."""
+    counter = Counter()
+    counter.broker.join(0, 64, owner="friend")
+    counter.broker.heartbeat(0, 0, 0)
+    for task in range(300):
+        counter.want(task)
+    for lease in list(counter.leases(0)) + [None] * 100:
+        lease = lease or next(one for one in counter.leases(0) if counter.desk.table.knows(one.lease_id))
+        counter.broker.report(0, said(lease.lease_id, 0, 20, FinishReason.STOP))
+    held = [lease.lease_id for lease in counter.leases(0) if counter.desk.table.knows(lease.lease_id)]
+    assert len(held) == 80, "its 64 slots, and 16 that wait"
+    if how == "leave":
+        for lease in held:
+            counter.broker.report(0, said(lease, 0, 1))
+        counter.broker.leave(0, "left")
+    for lease in held:
+        end_unasked(counter, 0, lease, how)
+    counter.broker.join(1, 64, owner="friend")
+    counter.broker.heartbeat(1, 0, 0)
+    assert counter.desk.limit_of(0) == counter.desk.limit_of(1) == ""
+    assert counter.desk.num_leases(1) >= FIRST_LEASES
 
 
 def test_an_abort_reports_what_there_is_and_puts_down():

@@ -107,6 +107,26 @@ def test_only_time_after_the_loss_recovers_and_a_clock_that_goes_back_takes_noth
     assert credit.tokens == -176
 
 
+def test_returned_leases_take_back_their_tokens_and_beyond_32_cost_64_more():
+    credit = LeaseCredit(64, 0.0)
+    for _ in range(32):
+        credit.earn(500)
+        credit.give_back(500)
+    assert (credit.tokens, credit.returned) == (0, 32)
+    credit.finish()
+    credit.give_back(100)
+    assert (credit.tokens, credit.returned) == (0, 32), "one was finished"
+    credit.earn(100)
+    credit.give_back(100)
+    assert (credit.tokens, credit.returned) == (-64, 33)
+    credit.earn(800)
+    credit.give_back(800)
+    assert credit.tokens == -128, "more tokens do not pay for it"
+    for _ in range(1000):
+        credit.finish()
+    assert credit.returned == -256, "finished leases are counted up to 4 times the slots"
+
+
 def test_workers_that_come_earn_nothing_and_that_go_take_along_what_is_beyond_the_slots():
     credit = LeaseCredit(8, 0.0)
     credit.resize(8)

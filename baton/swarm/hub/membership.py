@@ -252,6 +252,9 @@ class Membership:
             denied = self._access.recheck(peer.grant, peer.worker, peer.address)
             if denied is not None:
                 self.remove(peer.number, denied.reason, is_final=denied.is_final)
+            elif not peer.is_limited and (limit := self.broker.limit_of(peer.number)):
+                peer.is_limited = True
+                self.say(f"worker {peer.name}: {limit}")
         if self._switched_s is not None:  # once per tick, because all workers are visited
             self.broker.pace.serve(self._switched_s, (p.served for p in self.peers.values() if p.is_connected))
             self._switched_s = None

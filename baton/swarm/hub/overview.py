@@ -45,7 +45,14 @@ def hub_status(hub: Hub, publication: BackgroundPublisher, progress: TrainingPro
         denied=hub.access.denied,
         malformed=counters.malformed,
         loop_delay_s=counters.loop_delay_s,
-        notes=tuple(a.fault for a in hub.access.authenticators if a.fault),
+        notes=(
+            *(a.fault for a in hub.access.authenticators if a.fault),
+            *(
+                f"worker {p.name}: {limit}"
+                for p in members.peers.values()
+                if (limit := members.broker.limit_of(p.number))
+            ),
+        ),
         not_inspected=members.verifier.verification_policy.num_unchecked,
     )
 

@@ -77,6 +77,8 @@ class Peer:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     served: int | None = None
     """Number of the version that the worker serves; None if it serves no version that this hub process knows."""
+    is_limited: bool = False
+    """Whether the hub has said that the worker returns too many leases."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     """(time in seconds, value of the engine's token counter) at each of the last heartbeats."""
 
