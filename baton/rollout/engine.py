@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
@@ -17,6 +17,10 @@ EngineKind = Literal["embedded", "vllm", "sglang"]
 OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
 """Engine kinds that sample with their own random numbers. In the other engine kinds, the random numbers are a function
 of (seed, group, sample, position), so verification can repeat each draw."""
+
+SENT_BY_RUN = "sent by run"
+"""Context in which settings are validated that a run sends to its own processes. The run has validated the user's
+arguments of vLLM and may have added arguments that it refuses in a recipe."""
 
 
 class VllmSettings(Settings):
@@ -62,8 +66,8 @@ class VllmSettings(Settings):
 
     @field_validator("arguments")
     @classmethod
-    def _leaves_the_others(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        for name in arguments:
+    def _leaves_the_others(cls, arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        for name in arguments if info.context != SENT_BY_RUN else ():
             if refusal := refusal_of("engine", name):
                 raise ValueError(f"{name}: {refusal}")
         if not isinstance(given := arguments.get("additional_config", {}), dict):

@@ -248,6 +248,12 @@ class Plan(msgspec.Struct, frozen=True):
         return self.price_per_h / 3600 / self.tokens_per_s * 1e6
 
 
+class _AnyFormat(msgspec.Struct):
+    """The field that plans of all formats have."""
+
+    format: int = FORMAT
+
+
 def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan as JSON."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
@@ -258,7 +264,14 @@ def read_plan(path: Path) -> Plan:
     if not path.is_file():
         raise UserError(f"there is no plan {path}: `baton plan … --out {path}` writes one")
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=_AnyFormat).format  # a newer format may have other fields
+        if found > FORMAT:
+            raise UserError(
+                f"{path}: a newer Baton wrote this plan, in format {found}; this Baton reads format {FORMAT}. Update "
+                f"Baton, or make the plan again with this one: `baton plan … --out {path}`"
+            )
+        plan = msgspec.json.decode(data, type=Plan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a plan: {error}") from error
     if plan.format != FORMAT:

@@ -13,6 +13,7 @@ _NO_CODE = "it can execute code that is not part of vLLM, or read a pickle file;
 _WHOLE = "remove it: each GPU holds the whole model"
 _SERVER = "remove it: Baton starts the server on 127.0.0.1, with a random key"
 _MEMORY = "lower context_tokens or concurrency"
+_NODES = "remove it: `baton train --plan --ray` sets it for a replica that spans several machines"
 _READS = "remove it, because Baton loads weights and reads logprobs through it"
 _LEASES = "remove it, because leases depend on its value"
 _ROWS: tuple[tuple[str, str, str], ...] = (
@@ -33,7 +34,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("tensor_parallel_size", "use engine.vllm.tensor_parallel", _WHOLE),
     ("pipeline_parallel_size", "use engine.vllm.pipeline_parallel", _WHOLE),
     ("data_parallel_size", "use engine.vllm.replicas, or start one worker per replica", _WHOLE),
-    ("data_parallel_size_local data_parallel_rank nnodes device_ids", "", _WHOLE),
+    ("data_parallel_size_local data_parallel_rank device_ids", "", _WHOLE),
+    ("nnodes node_rank master_addr master_port", _NODES, _WHOLE),
     ("prefill_context_parallel_size decode_context_parallel_size distributed_executor_backend", "", _WHOLE),
     ("worker_cls worker_extension_cls load_format", _READS, _NO_CODE),
     ("weight_transfer_config logprobs_mode", _READS, ""),

@@ -177,6 +177,18 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
             (tmp_path / "other.json").write_text(json.dumps(tree))
             with pytest.raises(UserError, match=rf"is not a plan: .*length >= 1.*{part}"):
                 read_plan(tmp_path / "other.json")
+    for tree, sentence in (
+        (
+            {"format": 2, "stages": "elsewhere"},
+            r"a newer Baton wrote this plan, in format 2; .* reads format 1\. Update",
+        ),
+        ({**json.loads((tmp_path / "plan.json").read_text()), "format": 3}, "in format 3"),
+        ({**json.loads((tmp_path / "plan.json").read_text()), "format": 0}, "format: got 0, this Baton reads 1"),
+        ({"format": "new"}, r"other.json is not a plan: .*format"),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps(tree))
+        with pytest.raises(UserError, match=sentence):
+            read_plan(tmp_path / "other.json")
     with pytest.raises(UserError, match="there is no plan"):
         read_plan(tmp_path / "none.json")
 

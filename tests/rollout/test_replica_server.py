@@ -17,8 +17,9 @@ from baton.types import PolicyVersion
 
 
 def start(**arguments: Any) -> Start:
-    settings = EngineSettings(kind="vllm", vllm={"arguments": arguments})
-    return Start("m", "cpu", "sdpa", settings.model_dump(), PolicyVersion("run", 0))
+    settings = EngineSettings(kind="vllm").model_dump()
+    settings["vllm"]["arguments"] = arguments
+    return Start("m", "cpu", "sdpa", settings, PolicyVersion("run", 0))
 
 
 def answer(data: bytes) -> Any:

@@ -18,6 +18,11 @@ from baton.specs.vllm_arguments import Program, refusal_of
         ("engine", "max_num_seqs", "use engine.slots"),
         ("reward", "max_num_seqs", "use concurrency"),
         ("engine", "tensor_parallel_size", "use engine.vllm.tensor_parallel"),
+        ("engine", "nnodes", "a replica that spans several machines"),
+        ("engine", "node_rank", "a replica that spans several machines"),
+        ("engine", "master_addr", "a replica that spans several machines"),
+        ("engine", "master_port", "a replica that spans several machines"),
+        ("reward", "nnodes", "each GPU holds the whole model"),
         ("reward", "tensor_parallel_size", "each GPU holds the whole model"),
         ("reward", "tensor_parallel", "each GPU holds the whole model"),  # an abbreviation
         ("reward", "no_enable_ssl_refresh", "Baton starts the server"),

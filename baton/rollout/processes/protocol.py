@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import Fault
-from baton.rollout.engine import EngineSettings, EngineStats
+from baton.rollout.engine import SENT_BY_RUN, EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -31,7 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     """For vLLM with direct transfers: whether differences between versions are sent."""
 
     def engine_settings(self) -> EngineSettings:
-        return EngineSettings.model_validate(self.settings)
+        return EngineSettings.model_validate(self.settings, context=SENT_BY_RUN)
 
 
 class LoadWeights(msgspec.Struct, frozen=True, tag="LoadWeights"):
