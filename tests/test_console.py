@@ -45,7 +45,7 @@ from baton.simulator.parameter_sweep import ParameterSweep
 from baton.simulator.result import Result
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Idle
-from baton.swarm.hub.status import HubStatus
+from baton.swarm.hub.status import HubStatus, WorkerStatus
 from baton.tasks.gym import ListedTask
 from baton.views.pages.plan import write_plan_page
 from baton.views.pages.simulation import write_result_page
@@ -55,6 +55,7 @@ from baton.views.terminal.plan import print_plan
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_dry_run, print_evaluations, print_report
 from baton.views.terminal.simulation import print_result, print_sweep
+from baton.views.terminal.swarm import print_status
 from baton.views.terminal.trajectories import print_trajectories
 from tests.cluster.plans import mixed, plan_of, replica, scoring, stage
 
@@ -229,6 +230,35 @@ def test_baton_status_shows_what_workers_write_and_obeys_nothing(monkeypatch: py
         assert not controls(text)
         assert "[/x][red]" in text.replace("\n", "")
     assert "\nworker-2" not in status_of(monkeypatch, status), "a line break begins no line of its own"
+
+
+def test_a_workers_error_has_one_row_of_bounded_length_in_the_status() -> None:
+    fault = "first\nother#2 (trusted)  serving\r\t" + 4000 * "y" + "end"
+    worker = msgspec.structs.replace(filled(WorkerStatus), name="w#1", state="waiting", fault=fault)
+    lines = []
+    for status in (
+        msgspec.structs.replace(filled(HubStatus), workers=(worker,)),
+        msgspec.structs.replace(filled(HubStatus), workers=(msgspec.structs.replace(worker, fault=""),)),
+    ):
+        console = Console(file=io.StringIO(), width=2000)
+        print_status(console, status, url="u")
+        lines.append(console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    assert len(lines[0]) == len(lines[1])
+    (row,) = [line for line in lines[0] if "w#1" in line]
+    assert r"waiting: first\nother#2 (trusted)  serving\r\ty" in row
+    assert "end" not in row
+
+
+def test_a_cause_that_a_reward_reports_begins_no_line() -> None:
+    console = Console(file=io.StringIO(), width=2000)
+    report = filled(RunReport)
+    print_report(console, msgspec.structs.replace(report, warnings=("a\nmodel: /elsewhere",)))
+    reading = filled(ReadableTrajectory)
+    failed = msgspec.structs.replace(reading.shown, is_correct=False, failure="b\nreward 1, correct")
+    print_trajectories(console, [msgspec.structs.replace(reading, shown=failed)])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert r"warning: a\nmodel" in text
+    assert r"(b\nreward 1" in text
 
 
 def test_baton_status_says_that_no_worker_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,19 +18,31 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from swarm_bench import LINEAGE, MODEL, SwarmBench, hello, quick, version_of, wait_until
 
-from baton.errors import UserError
+from baton.errors import Fault, UserError
 from baton.swarm.auth import AccessGrant, Role, TokenFile, digest_of
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.peers import FrameQueue
+from baton.swarm.hub.session import HubSession
 from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import ListenAddress
-from baton.swarm.messages import Admitted, HeartbeatAck, Leaving, Rejected, decode_from_hub, encode
+from baton.swarm.messages import (
+    Admitted,
+    Heartbeat,
+    HeartbeatAck,
+    Leaving,
+    Malformed,
+    Rejected,
+    decode_from_hub,
+    decode_from_worker,
+    encode,
+)
 from baton.swarm.verification.policy import QuarantineRecord
 from baton.swarm.verification.quarantine import MAX_QUARANTINED
 from baton.swarm.verification.verify import violation
+from baton.types import Lease, Report, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.timing
 
@@ -204,6 +216,50 @@ def test_a_caller_that_joins_and_leaves_again_and_again_is_forgotten(bench):
         return len(members.authors)
 
     assert bench.in_hub(come_and_go) == 0
+
+
+def test_a_worker_that_returns_too_many_leases_is_named_once_and_in_the_status(bench):
+    token = bench.tokens.create(Role.WORKER, 3600, name="stranger")
+    members, grant = bench.hub.members, AccessGrant("stranger", Role.WORKER, False, digest_of(token))
+    bench.begin()
+    wait_until(lambda: members.want is not None, "a version")
+
+    def give_back() -> str:
+        members.execute(bench.broker.want(Lease(10**6, Trajectory(10**6, 0, (5,)), SamplingParams(4), 1, 0, False)))
+        peer = members.join(hello(serves=version_of(0)), grant, "198.51.100.7", FrameQueue())
+        for _ in range(40):
+            (*_, lease) = bench.broker.table.workers[peer.number].leases or (None,)
+            if lease is not None:
+                members.on_message(peer, Report(lease, 0, (), is_aborted=True))
+            members.on_message(peer, Heartbeat(version_of(0)))
+        for _ in range(2):
+            members.tick(0.0)
+        return peer.name
+
+    name = bench.in_hub(give_back)
+    (said,) = [text for text in bench.said if "more leases" in text]
+    assert said.startswith(f"worker {name}: its access token's workers ended 34 more leases")
+    assert said.endswith("this worker may hold 0 of 4 leases: check or restart it, or revoke its token")
+    status = msgspec.json.decode(get(bench, "/status", bench.admin_token)[1], type=HubStatus)
+    assert status.notes == (said,)
+
+
+def test_an_invalid_message_of_a_worker_begins_no_line_in_the_hubs_output(bench):
+    members, grant = bench.hub.members, AccessGrant("stranger", Role.WORKER, False, "its digest")
+
+    def fail() -> None:
+        for frame in (msgspec.msgpack.encode({"type": "a\nrelay evil joined"}), encode(Fault("E", "b\nrelay"))):
+            session = HubSession(members, grant, "198.51.100.7", FrameQueue())
+            session.receive(hello())
+            try:
+                session.receive(decode_from_worker(frame))
+            except Malformed as error:
+                session.fail(error)
+
+    bench.in_hub(fail)
+    assert any(r"a\nrelay evil" in text for text in bench.said)
+    assert any(r"E: b\nrelay" in text for text in bench.said)
+    assert not any("\n" in text for text in bench.said)
 
 
 def test_a_worker_for_another_model_is_refused(bench, monkeypatch):

@@ -65,7 +65,9 @@ class Membership:
     ) -> None:
         """weight: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
         token of this name."""
-        self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
+        self.welcome, self.broker, self.verifier = welcome, broker, verifier
+        # texts of workers are in these lines, also in errors of the decoder
+        self.say: Callable[[str], None] = lambda text: say(visible(text[:messages.MAX_TEXT], keep=""))
         self._access, self._weight = access, weight
         self.counters = HubCounters()
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
@@ -290,7 +292,7 @@ class Membership:
             case messages.Leaving():
                 self.remove(peer.number, "left")
             case Fault(kind=kind, text=text):
-                self.remove(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
+                self.remove(peer.number, f"{kind}: {text[:500]}")
             case messages.Hello():
                 raise messages.Malformed("a second Hello")
 

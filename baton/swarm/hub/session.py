@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from baton.console import visible
 from baton.errors import Fault
 from baton.swarm.auth import AccessGrant
 from baton.swarm.hub.membership import Membership
@@ -63,7 +62,7 @@ class HubSession:
             case Hello():
                 self.peer = members.join(message, self._grant, self._address, self._outgoing)
             case Fault(kind=kind, text=text):
-                members.say(f"a worker could not build its engine: {visible(f'{kind}: {text[:500]}', keep='')}")
+                members.say(f"a worker could not build its engine: {kind}: {text[:500]}")
                 self._has_ended = True
             case Heartbeat() if members.broker.clock() - self._since_s < PREPARE_DEADLINE_S:
                 pass

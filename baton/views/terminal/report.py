@@ -10,7 +10,7 @@ import tomli_w
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from baton.console import Console
+from baton.console import Console, visible
 from baton.records.evaluation import Evaluation, shown_share
 from baton.records.predictions import TOLERANCE
 from baton.records.run_directory import without_none
@@ -42,7 +42,7 @@ def print_report(console: Console, report: RunReport) -> None:
     if report.predictions:
         _print_predictions(console, report)
     for warning in report.warnings:
-        console.print(f"warning: {warning}")
+        console.print(visible(f"warning: {warning}", keep=""))
     console.print(
         f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
         f"trajectories: baton show {report.directory} --step {report.steps}\n"

@@ -12,6 +12,9 @@ from baton.console import Console, visible
 from baton.swarm.auth import ShownToken
 from baton.swarm.hub.status import HubStatus
 
+MAX_FAULT = 200
+"""Maximum number of characters of a worker's error that the table shows."""
+
 
 def print_status(console: Console, status: HubStatus, *, url: str) -> None:
     """Print the status of the hub at `url`. Texts from workers are escaped."""
@@ -29,7 +32,7 @@ def print_status(console: Console, status: HubStatus, *, url: str) -> None:
     for one in status.workers:
         table.add_row(
             one.name + (" (trusted)" if one.is_trusted else ""),
-            one.state + (f": {one.fault}" if one.fault else ""),
+            one.state + (f": {visible(one.fault[:MAX_FAULT], keep='')}" if one.fault else ""),
             "–" if one.version is None else str(one.version),
             f"{one.leases} / {one.slots}",
             f"{one.tokens_per_s:,.0f}",

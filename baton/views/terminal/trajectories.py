@@ -50,7 +50,7 @@ def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory])
         colour = "yellow" if t.failure is not None else "green" if t.is_correct else "red"
         facts = Text(style=colour)
         compared = "" if t.turns else f": answer {t.parsed!r}, reference {t.reference!r}"
-        facts.append(visible(f"{t.verdict}{compared}\n"))
+        facts.append(visible(f"{t.verdict}{compared}", keep="") + "\n")
         turns = f"{len(t.turns)} turns, " if t.turns else ""
         facts.append(
             visible(
@@ -95,7 +95,7 @@ def _siblings(trajectory: Sample) -> Table:
         counts = (s.sample_index, f"{s.reward:g}", len(s.turn_rewards), s.num_tokens, s.attempt + 1)
         numbers = map(str, counts)
         words = (s.finish_reason, s.verdict, "  ".join(f"{reward:g}" for reward in s.turn_rewards))
-        table.add_row(*map(Text, numbers), *(Text(visible(word)) for word in words))
+        table.add_row(*map(Text, numbers), *(Text(visible(word, keep="")) for word in words))
     return table
 
 
