@@ -26,7 +26,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
 """A transfer fails if no data arrive for this number of seconds."""
 _SLOWEST_BYTES_PER_S = 10_000.0
-"""A transfer fails if its average rate in bytes per second is below this value."""
+"""A transfer fails if its rate in bytes per second stays below this value: `get_bounded` allows 2 × `_SILENCE_S` seconds
+without progress, and each byte restores 1 / `_SLOWEST_BYTES_PER_S` seconds of them."""
 
 
 class HttpSource:
@@ -77,18 +78,29 @@ def chunk_url(base: str, digest: str) -> URL:
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200."""
+    """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200, and
+    DeadlineExceeded if the bytes arrive too slowly."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
-    async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
-        if response.status != 200:
-            said = (await response.content.read(500)).decode("utf-8", "replace").strip()
-            raise WeightsFault(f"{url} answered {response.status}: {said or response.reason}")
-        body = bytearray()
-        async for piece in response.content.iter_chunked(2**16):
-            body += piece
-            if len(body) > limit:
-                raise WeightsFault(f"{url} sent more than the requested {limit} bytes")
-        return bytes(body)
+    now, body = asyncio.get_running_loop().time, bytearray()
+    slow = asyncio.timeout(2 * _SILENCE_S)
+    try:
+        async with slow, session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            if response.status != 200:
+                said = (await response.content.read(500)).decode("utf-8", "replace").strip()
+                raise WeightsFault(f"{url} answered {response.status}: {said or response.reason}")
+            async for piece in response.content.iter_chunked(2**16):
+                body += piece
+                if len(body) > limit:
+                    raise WeightsFault(f"{url} sent more than the requested {limit} bytes")
+                end_s = (slow.when() or 0.0) + len(piece) / _SLOWEST_BYTES_PER_S
+                slow.reschedule(min(now() + 2 * _SILENCE_S, end_s))
+            return bytes(body)
+    except TimeoutError as error:
+        if not slow.expired():  # aiohttp's own
+            raise
+        raise DeadlineExceeded(
+            f"{url} sent {len(body)} bytes, at last at less than {_SLOWEST_BYTES_PER_S:,.0f} bytes/s: the request ends"
+        ) from error
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:

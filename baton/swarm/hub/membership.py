@@ -67,7 +67,7 @@ class Membership:
         token of this name."""
         self.welcome, self.broker, self.verifier = welcome, broker, verifier
         # texts of workers are in these lines, also in errors of the decoder
-        self.say: Callable[[str], None] = lambda text: say(visible(text[:messages.MAX_TEXT], keep=""))
+        self.say: Callable[[str], None] = lambda text: say(visible(text[: messages.MAX_TEXT], keep=""))
         self._access, self._weight = access, weight
         self.counters = HubCounters()
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
