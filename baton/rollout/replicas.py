@@ -8,7 +8,8 @@
 Each replica loads a version by itself. `load_weights` returns when the replicas that served the last version have
 loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after
 `first + max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no new leases, and its current
-leases are refused, so the controller sends them to other replicas. A replica whose engine has failed is started again,
+leases are refused, so the controller sends them to other replicas. A load is never interrupted by a newer version, but
+the replica then serves only after it has loaded the newest one. A replica whose engine has failed is started again,
 and receives the next version.
 """
 
@@ -47,6 +48,8 @@ from baton.types import (
 
 logger = logging.getLogger(__name__)
 GRACE_S: Final = 1.0
+_LATE_LOADS: Final = 2
+"""Number of late loads in a row after which a warning names the replica."""
 _POLL_S: Final = 0.1
 _CLOSE_S: Final = 30.0
 """Seconds after which `close` no longer waits for the replicas' threads, and closes their engines itself."""
@@ -95,6 +98,10 @@ class _Replica:
     """Number of the last version that the replica served."""
     busy_s: float = 0.0
     """Seconds spent in steps of the engine. Steps run only while the replica has leases."""
+    late_loads: int = 0
+    """Number of loads that ended after a newer version was offered, since the replica last served a version."""
+    has_warned: bool = False
+    """Whether a warning has named the replica because its loads are always late."""
     lease_s: float = 0.0
     """Lease-seconds: duration of each step times the number of leases, summed over the steps."""
     counted: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -130,6 +137,10 @@ class ReplicaTransport(WorkerTransport):
         """Events of replicas, as calls that the caller's thread makes."""
         self._outbox: list[FromPort] = []
         self._closing = Event()
+        self._age_s = time_left(0.0)
+        """Negative number of seconds since the last version was offered."""
+        self._interval_s = 0.0
+        """Seconds between the last two offers."""
         self._sent_bytes = 0
         self.replicas: list[_Replica] = []
         try:
@@ -173,6 +184,7 @@ class ReplicaTransport(WorkerTransport):
         """Raises EngineFault if no replica has loaded the version."""
         self._take(0.0)
         loadable, self._version = self._versions.offer(tensors, version), version
+        self._interval_s, self._age_s = -self._age_s(), time_left(0.0)
         awaited = [replica for replica in self.replicas if replica.is_serving]
         for replica in self.replicas:
             if replica.is_running:
@@ -227,10 +239,21 @@ class ReplicaTransport(WorkerTransport):
                 event()
                 event = self._events.get_nowait()
 
-    def _on_loaded(self, replica: _Replica, version: PolicyVersion, cause: str) -> None:
-        """The replica serves a version or, if `cause` is not empty, has failed to load it."""
+    def _on_loaded(self, replica: _Replica, version: PolicyVersion, cause: str, took_s: float) -> None:
+        """The replica has loaded a version in `took_s` seconds or, if `cause` is not empty, has failed to load it. It
+        serves only the newest version, because leases require this version."""
         if version != self._version:
-            return  # a newer version has replaced this load
+            replica.late_loads += not cause
+            if replica.late_loads >= _LATE_LOADS and not replica.has_warned:
+                replica.has_warned = True
+                logger.warning(
+                    "%s serves no version: its last load took %.0f s, but versions follow each other in %.0f s, and a "
+                    "replica serves only the newest one. Give it a faster connection or more devices, make train steps "
+                    "longer (rollout.batch_groups), or remove it (engine.vllm.replicas, or the plan)",
+                    replica.name, took_s, self._interval_s,
+                )  # fmt: skip
+            return
+        replica.late_loads = replica.late_loads if cause else 0
         replica.is_loading, replica.cause, replica.is_serving = False, cause, not cause
         self._free[replica.index] = 0 if cause else self._slots[replica.index]
         if cause:
@@ -344,12 +367,12 @@ class ReplicaTransport(WorkerTransport):
                     case Abort(lease_id=lease_id):
                         engine.abort(lease_id)
                     case _Load(tensors=tensors, version=version):
-                        cause = ""
+                        cause, left_s = "", time_left(0.0)
                         try:
                             engine.load_weights(tensors, version)
                         except WeightsFault as error:  # the engine waits for the next version
                             cause = first_line(error)
-                        self._events.put(partial(self._on_loaded, replica, version, cause))
+                        self._events.put(partial(self._on_loaded, replica, version, cause, -left_s()))
                     case other:
                         raise AssertionError(f"unexpected message {type(other).__name__}")
             left_s = time_left(0.0)
