@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +137,9 @@ def build(wanted: Recipe) -> Scripted:
     engine = FakeEngine(EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=2), trainer.version, length)
     port, source = LocalTransport(engine), Prompts(point.state.position.get("numbers", 0))
     sampling = SeededSampling(SamplingParams(6), noise_seed=1)
+    opened = ExitStack()
+    for part in (trainer, metrics, journal):
+        opened.callback(part.close)
     judge = MagicMock()
     judge.warnings.take.return_value = judge.warnings.stepped.return_value = []
     nothing: Any = None
@@ -144,6 +147,7 @@ def build(wanted: Recipe) -> Scripted:
         recipe=wanted,
         run=run,
         lock=lock,
+        opened=opened,
         stream=source,  # type: ignore[arg-type]
         judge=judge,
         port=port,

@@ -245,8 +245,9 @@ def build_loop(
     """
     lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
     stop = stop or StopRequest()
-    with ExitStack() as undo:
-        undo.callback(lock.release)
+    with ExitStack() as locked:
+        locked.callback(lock.release)
+        opened = locked.enter_context(ExitStack())
         for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
             observer.said(note)
         if recipe.fleet.ray and supervisor is None and replicas is None:
@@ -266,19 +267,20 @@ def build_loop(
             observer.said(f"experimental: {'; '.join(parts)}")
         encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
         mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
-        undo.callback(mixture.close)
+        opened.callback(mixture.close)
         mixture.stop_draws(stop.check)
         rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
         judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, reward_places)
+        opened.callback(judge.close)
         held_out = _prompts(recipe, mixture, encoder, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
         predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))
         episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
         if episodes is not None:
-            undo.callback(episodes.close)
+            opened.callback(episodes.close)
         publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
         trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
-        undo.callback(trainer.close)
+        opened.callback(trainer.close)
         # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `_open`
         save_checkpoint = checkpoint_writer(recipe, RunDirectory(recipe.run.path, lock), trainer)
         if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
@@ -287,7 +289,7 @@ def build_loop(
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
         run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas, undo
+            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas, opened
         )
         stream = PromptStream(mixture, recipe.run.seed, place.state.position)
         scorer = ResponseScorer(judge, tokenizer, trace)
@@ -298,10 +300,10 @@ def build_loop(
             recipe=recipe,
             run=run,
             lock=lock,
+            opened=opened,
             stream=stream,
             judge=judge,
             port=port,
-            episodes=episodes,
             evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
             controller=controller,
             journal=journal,
@@ -317,7 +319,7 @@ def build_loop(
             turns=_turns(recipe, supervisor or port, trainer),
             trace=trace,
         )
-        undo.pop_all()
+        locked.pop_all()
     return loop
 
 
@@ -420,24 +422,24 @@ def _open(
     trace: TraceWriter,
     supervisor: WorkerSupervisor | None,
     replicas: RemoteReplicas | None,
-    undo: ExitStack,
+    opened: ExitStack,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
     """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the run's
     directory is changed, so that an error of an engine leaves the directory unchanged. A hub starts afterwards, because
-    the hub keeps files in the directory. `undo`: gets the functions that close all of them."""
+    the hub keeps files in the directory. `opened`: gets the functions that close all of them."""
     if not recipe.swarm.is_on:
         path, leases = recipe.model.path, LeaseTrace(trace)
         port = build_port(recipe, path, trainer.version, leases, trainer, replicas)
-        undo.callback(port.close)
+        opened.callback(port.close)
     run = open_run(recipe, lock, trainer, tokenizer, place, threads)
     if recipe.swarm.is_on:
         port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
-        undo.callback(port.close)
+        opened.callback(port.close)
     metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
-    undo.callback(metrics.close)
+    opened.callback(metrics.close)
     keeps_partials = recipe.rollout.mode != "sync"
     journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
-    undo.callback(journal.close)
+    opened.callback(journal.close)
     return run, port, metrics, journal
 
 

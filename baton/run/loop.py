@@ -36,7 +36,6 @@ from baton.rewards.scorer import RewardScorer, failure_metrics
 from baton.rewards.warnings import first_impression
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
-from baton.rollout.episodes import EpisodeSetup
 from baton.rollout.scheduler_state import StepCounts
 from baton.rollout.transport import WorkerTransport
 from baton.run.device_sharing import DeviceSharing
@@ -134,6 +133,8 @@ class Loop:
     run: RunDirectory
     lock: RunLock
     """Lock of the run's directory; `close` releases it."""
+    opened: ExitStack
+    """Closes, in reverse order of their opening, all parts that were opened for the run, except the lock."""
     stream: PromptStream
     judge: RewardScorer
     port: WorkerTransport
@@ -150,8 +151,6 @@ class Loop:
     metrics: MetricsWriter
     observer: Observer
     state: LoopState
-    episodes: EpisodeSetup | None = None
-    """Setup of multi-turn episodes; None if no task is multi-turn."""
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
     turns: DeviceSharing | None = None
@@ -218,10 +217,6 @@ class Loop:
             raise
         finally:
             gc.unfreeze()
-            self.judge.close()
-            self.stream.close()
-            if self.episodes is not None:
-                self.episodes.close()
 
     def _storage_fault(self, error: OSError) -> StorageFault:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -273,18 +268,15 @@ class Loop:
             self._save()
 
     def close(self) -> None:
-        """Stop the workers and the trainer, and close all files. If `train` has raised an error, this error takes
-        precedence over an error of `close`."""
+        """Stop all processes of the run, close its files and release its lock, also if `train` was never called. If
+        `train` has raised an error, this error takes precedence over an error of `close`."""
+        outcome = "failed"
         try:
-            with ExitStack() as parts:  # the functions are called in reverse order, so the lock is released last
-                outcome = "failed" if self.has_failed else "finished" if self.is_complete else "stopped"
-                parts.callback(self.lock.release, outcome)
-                parts.callback(self.journal.close)
-                parts.callback(self.metrics.close)
+            with self.opened as parts:  # the functions are called in reverse order
                 parts.callback(self.trace.flush)
-                parts.callback(self.trainer.close)
-                parts.callback(self.port.close, is_over=self.is_complete)
+                parts.callback(lambda: self.port.close(is_over=self.is_complete))
                 parts.callback(self._finish_saving)  # needed if `train` has raised
+            outcome = "failed" if self.has_failed else "finished" if self.is_complete else "stopped"
         except (OSError, BatonError) as error:
             if self.has_failed:
                 self.observer.said(f"another error while the run was closed: {error}")
@@ -292,6 +284,8 @@ class Loop:
                 raise self._storage_fault(error) from error
             else:
                 raise
+        finally:
+            self.lock.release(outcome)
 
     def _way_back(self) -> str:
         there = self.last_checkpoint

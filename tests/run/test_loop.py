@@ -15,20 +15,24 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.console import Console
-from baton.errors import StorageFault, UserError
+from baton.errors import Damaged, StorageFault, UserError
 from baton.policy.load import load_model
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.records.journal import Journal
 from baton.records.metrics import MetricsWriter, read_metrics
 from baton.records.run_directory import RunDirectory
+from baton.records.run_lock import RunLock
+from baton.rewards.scorer import RewardScorer
 from baton.rollout.transport import LocalTransport
 from baton.run import assemble
 from baton.run.assemble import build_loop
 from baton.run.resume import with_dtypes
 from baton.run.summary import summarise
+from baton.tasks.stream import TaskMixture
 from baton.trainer.checkpoint import list_checkpoints
 from baton.trainer.local_trainer import LocalTrainer
 from baton.views.pages.report import write_page
@@ -300,6 +304,39 @@ def test_a_start_that_fails_late_closes_what_was_opened(
     with pytest.raises(StorageFault):
         train(load(small, tmp_path))
     assert closed == ["MetricsWriter", "LocalTransport", "LocalTrainer"]
+
+
+def test_a_run_that_is_never_trained_closes_what_was_opened(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    for part in (RunLock, TaskMixture, RewardScorer, LocalTrainer, LocalTransport, MetricsWriter, Journal):
+        name = "release" if part is RunLock else "close"
+
+        def recorded(self: Any, *values: Any, close: Any = getattr(part, name), **options: Any) -> None:
+            closed.append(type(self).__name__)
+            close(self, *values, **options)
+
+        monkeypatch.setattr(part, name, recorded)
+    observer = TerminalObserver(Console(quiet=True), 3)
+    loop = build_loop(load(small, tmp_path), observer, resume=False, overwrite=False)
+    assert closed == []
+    loop.close()
+    reversed_order = ["Journal", "MetricsWriter", "LocalTransport", "LocalTrainer", "RewardScorer", "TaskMixture"]
+    assert closed == ["LocalTransport", *reversed_order, "RunLock"]
+
+
+def test_records_that_cannot_be_read_at_the_end_leave_nothing_open(small: Any, tmp_path: Path) -> None:
+    recipe = load(small, tmp_path, "run.steps=1", "eval.num_prompts=2")
+    loop = build_loop(recipe, TerminalObserver(Console(quiet=True), 1), resume=False, overwrite=False)
+    loop.train()
+    (file,) = recipe.run.path.rglob("evaluations.jsonl")
+    file.write_bytes(b"damaged\n" + file.read_bytes())
+    with pytest.raises(Damaged, match="line 1 of"):
+        loop.close()
+    with pytest.raises(StorageFault, match="closed"):
+        loop.journal.settle()
+    assert RunLock.status(recipe.run.path) == "failed"
 
 
 def test_the_report_adds_up(small: Any) -> None:

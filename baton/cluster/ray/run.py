@@ -165,11 +165,11 @@ class _RayAttempts:
                     reward_places=rewards.places,
                     replicas=replicas,
                 )
-            self.has_begun = True
-            is_cpu = placement.ranks[0].gpu == CPU
-            memory = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
-            self.planner.predictions = loop.predictions
             try:
+                self.has_begun = True
+                is_cpu = placement.ranks[0].gpu == CPU
+                memory = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
+                self.planner.predictions = loop.predictions
                 predicted = predictions_of_plan(self.planner.plan, str(self.order.plan), memory)
                 loop.predictions.replace(predicted, loop.state.step)
                 loop.train()
