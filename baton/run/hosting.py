@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,42 +116,48 @@ def open_swarm(
     supervisor: WorkerSupervisor | None = None,
 ) -> SwarmTransport:
     """Start a run's hub and the run's own workers. The run's directory must exist. Raises UserError."""
-    listen, scratch = check_swarm(recipe, supervisor), TemporaryDirectories(run / "scratch.txt")
-    files = _Files(run, scratch.directory(), scratch.directory(recipe.weights.files_in(run)))
-    store = Store(recipe.weights.store or run / "weights")
-    model = _served_model(recipe, tokenizer, files, store)
-    local_tokens = files.local_tokens(recipe.swarm.workers)
-    verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, supervisor))
-    access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, supervisor))
-    members = Membership(
-        access,
-        _welcome(recipe, model),
-        LeaseBroker(
-            LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
-            partial(check_report, limits=model.limits, text=partial(tokenizer.text, keep_special=True)),
-            time.monotonic,
-            LeaseTrace(tracer),
-        ),
-        verifier,
-        say,
-        *(() if supervisor is None else (supervisor.weight,)),
-    )
-    hub = Hub(access, members)
-    pinned = () if model.base is None else (model.base,)
-    publication = BackgroundPublisher(
-        hub,
-        Publisher(store, recipe.weights, files=VersionFiles(files.versions)),
-        store,
-        VersionRetention(recipe.num_fetchable_versions, recipe.weights.keep, pinned),
-        str(files.versions),
-        tracer,
-    )
-    every, size = recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size
-    progress = TrainingProgress(every, size, is_broadcast_hidden=recipe.rules().max_lag >= every)
-    status = partial(hub_status, hub, publication, progress, version.lineage)
-    hub.start(HttpRoutes(hub, store, model.files, status).routes())
-    workers = _start_workers(recipe, files, hub, local_tokens, supervisor)
-    return SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
+    listen = check_swarm(recipe, supervisor)
+    with ExitStack() as undo:
+        scratch = undo.enter_context(closing(TemporaryDirectories(run / "scratch.txt")))
+        files = _Files(run, scratch.directory(), scratch.directory(recipe.weights.files_in(run)))
+        store = Store(recipe.weights.store or run / "weights")
+        model = _served_model(recipe, tokenizer, files, store)
+        local_tokens = files.local_tokens(recipe.swarm.workers)
+        verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, supervisor))
+        access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, supervisor))
+        members = Membership(
+            access,
+            _welcome(recipe, model),
+            LeaseBroker(
+                LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
+                partial(check_report, limits=model.limits, text=partial(tokenizer.text, keep_special=True)),
+                time.monotonic,
+                LeaseTrace(tracer),
+            ),
+            verifier,
+            say,
+            *(() if supervisor is None else (supervisor.weight,)),
+        )
+        hub = Hub(access, members)
+        pinned = () if model.base is None else (model.base,)
+        publication = BackgroundPublisher(
+            hub,
+            Publisher(store, recipe.weights, files=VersionFiles(files.versions)),
+            store,
+            VersionRetention(recipe.num_fetchable_versions, recipe.weights.keep, pinned),
+            str(files.versions),
+            tracer,
+        )
+        every, size = recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size
+        progress = TrainingProgress(every, size, is_broadcast_hidden=recipe.rules().max_lag >= every)
+        status = partial(hub_status, hub, publication, progress, version.lineage)
+        workers: list[LocalWorkers | WorkerSupervisor] = []
+        port = SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
+        undo.callback(port.close)  # also closes the workers that `_start_workers` adds
+        hub.start(HttpRoutes(hub, store, model.files, status).routes())
+        _start_workers(recipe, files, hub, local_tokens, supervisor, workers)
+        undo.pop_all()
+    return port
 
 
 def _start_workers(
@@ -159,7 +166,9 @@ def _start_workers(
     hub: Hub,
     local_tokens: Sequence[Path],
     supervisor: WorkerSupervisor | None,
-) -> list[LocalWorkers | WorkerSupervisor]:
+    started: list[LocalWorkers | WorkerSupervisor],
+) -> None:
+    """Start the run's own workers. `started`: gets the supervisors of the workers, also if a later one fails."""
     assert hub.port is not None, "the hub listens"
     url = hub.listen.url(hub.port)
     if _lets_others_join(recipe, supervisor):
@@ -174,10 +183,11 @@ def _start_workers(
         device=recipe.model.device.partition(":")[0],
         environments=[] if layout is None else [visible(gpus) for gpus in layout.engines],
     )
+    started.append(local)
     if supervisor is not None:
+        started.append(supervisor)
         certificate = hub.listen.certificate
         supervisor.begin(_SupervisorAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
-    return [local] if supervisor is None else [local, supervisor]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -58,7 +58,13 @@ class LocalWorkers:
         directory.mkdir(parents=True, exist_ok=True)
         self._token_files = {path.name: path for path in token_files}
         self._environments = dict(zip(self._token_files, environments, strict=False))
-        self._children = [_Child(name, self._start_worker(name), time.monotonic()) for name in self._token_files]
+        self._children: list[_Child] = []
+        try:
+            for name in self._token_files:
+                self._children.append(_Child(name, self._start_worker(name), time.monotonic()))
+        except BaseException:
+            self.close()
+            raise
 
     def pids(self) -> list[int]:
         return [child.process.pid for child in self._children if child.process.poll() is None]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from queue import Empty
 from typing import Any
 
@@ -130,13 +131,14 @@ class SwarmTransport:
 
     def close(self, *, is_over: bool = False) -> None:
         """Disconnect all workers, and end those workers that this run started."""
-        self._publication.close()
-        self._members.verifier.close()
-        for workers in self._workers:
-            workers.close()
-        self.hub.stop(is_over=is_over)
-        self.hub.access.audit.close()
-        self._scratch.close()
+        with ExitStack() as parts:  # the functions are called in reverse order
+            parts.callback(self._scratch.close)
+            parts.callback(self.hub.access.audit.close)
+            parts.callback(self.hub.stop, is_over=is_over)
+            for workers in self._workers:
+                parts.callback(workers.close)
+            parts.callback(self._members.verifier.close)
+            parts.callback(self._publication.close)
 
     def _check_health(self) -> None:
         """Raise an error that another thread has recorded. Restart local workers that have ended."""
