@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, Literal, TypeVar
 
 from baton.errors import BatonError, Fault, RankLost, TrainingDiverged, WeightsFault
@@ -29,8 +29,10 @@ class RankedTrainer(Trainer):
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
-        self._lock = Lock()
+        self._lock = RLock()
         """Allows one request at a time, because threads of direct transfers also make requests."""
+        self._unclosed: list[str] = []
+        """Communicators of rank 0 to close before the next request."""
         self._lock_s = 0.0
         """Maximum seconds that a direct transfer waits for the lock, for example during a train step."""
         self._end: BatonError | OSError | None = None
@@ -103,8 +105,18 @@ class RankedTrainer(Trainer):
         return self._sending(messages.SendBucket(name, index, dict(place)))
 
     def close_replica(self, name: str) -> None:
-        if self._end is None:
-            self._ask(messages.CloseReplica(name), messages.Ready, self._lock_s)
+        """If another request, such as a train step, takes longer than `connect_s`, the request after it first closes
+        the communicator."""
+        self._unclosed.append(name)
+        if self._end is None and self._lock.acquire(timeout=self._lock_s):
+            try:
+                self._close_replicas()
+            finally:
+                self._lock.release()
+
+    def _close_replicas(self) -> None:
+        while self._unclosed:
+            self._ask(messages.CloseReplica(self._unclosed.pop()), messages.Ready)
 
     def check(self) -> None:
         if self._end is not None:
@@ -135,6 +147,7 @@ class RankedTrainer(Trainer):
             raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s:g} s")
         try:
             self.check()
+            self._close_replicas()
             answers = self._ranks.ask(message, self._timeout_s)
         except (BatonError, OSError) as lost:
             self._end = self._end or lost
