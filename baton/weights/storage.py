@@ -71,7 +71,8 @@ class Storage(Protocol):
         """Remove a file if it exists."""
 
     def settle(self) -> None:
-        """Block until all files written so far would survive a power failure."""
+        """Block until all files written so far would survive a power failure. Raises StorageFault; the next call then
+        tries again."""
 
 
 class LocalStorage:
@@ -122,8 +123,15 @@ class LocalStorage:
     def settle(self) -> None:
         while self._unsettled:
             folder = self._unsettled.pop()
-            if folder.is_dir():
-                flush_to_disk(folder)
+            try:
+                if folder.is_dir():
+                    flush_to_disk(folder)
+            except OSError as error:
+                self._unsettled.add(folder)
+                raise StorageFault(
+                    f"{folder} cannot be flushed to disk ({error.strerror or error}); a power failure may remove its "
+                    "last files"
+                ) from error
 
 
 class RemoteStorage:

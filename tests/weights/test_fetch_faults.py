@@ -453,3 +453,20 @@ def test_coded_parts_that_nobody_wrote_end_in_a_fault_or_in_a_wrong_digest(run):
             assert still_holds(run, fetcher, 1)
         else:  # a bit that fills up a byte
             assert are_bit_equal(found, run.tensors[2])
+
+
+def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, flushed = LocalStorage(tmp_path), list[Path]()
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    storage.write("a", b"1")
+    monkeypatch.setattr("baton.weights.storage.flush_to_disk", fail)
+    with pytest.raises(StorageFault, match="cannot be flushed to disk"):
+        storage.settle()
+    monkeypatch.setattr("baton.weights.storage.flush_to_disk", flushed.append)
+    storage.settle()
+    assert tmp_path in flushed
