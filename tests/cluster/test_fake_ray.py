@@ -20,6 +20,7 @@ from baton.cluster.ray import ranks
 from baton.cluster.ray.ranks import RayRanks
 from baton.cluster.ray.supervisor import RayWorkerSupervisor
 from baton.errors import RankLost
+from baton.trainer.parallel.messages import Listen
 
 ROWS = [row("here"), row("there", gpu_type_H100=1)]
 BY_NAME = {machine.name: machine for machine in machines(ROWS)}
@@ -104,6 +105,24 @@ def test_of_a_version_whose_rank_is_lost_no_part_stays_on_disk(tmp_path: Path, m
     with pytest.raises(RankLost, match="rank 0 on there was lost: the node died"):
         started.bring("/version")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["put", "wait"])
+def test_a_call_of_ray_itself_that_fails_ends_the_ranks(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises errors of several types when it has lost its head."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no head")
+
+    cluster = FakeCluster({"pid": lambda: 1, "visible": dict, "handle": lambda data: b"", "close": lambda: None})
+    spec, killed = ProcessSpec("rank-0", "rank", "there", "H100", GPU, {"gpu_type_H100": 1.0}, 1), list[object]()
+    started = RayRanks(cluster, [spec], BY_NAME)  # type: ignore[arg-type]
+    monkeypatch.setattr(FakeCluster, "put", lambda self, data: data, raising=False)
+    monkeypatch.setattr(FakeCluster, call, fail, raising=False)
+    monkeypatch.setattr(FakeCluster, "kill", lambda self, actor: killed.append(actor))
+    with pytest.raises(RankLost, match="the connection to the Ray cluster was lost: no head"):
+        started.ask(Listen(), 60.0)
+    assert len(killed) == 1
 
 
 def test_a_worker_that_starts_while_the_trainer_takes_the_gpu_is_asked_to_free_it() -> None:

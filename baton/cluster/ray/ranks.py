@@ -60,8 +60,13 @@ class RayRanks:
             raise
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
-        data = self._cluster.ray.put(encode(message))  # once, so that Ray sends it to each machine once
-        futures = [actor.handle.remote(data) for actor in self._actors]
+        encoded = encode(message)
+        try:
+            data = self._cluster.ray.put(encoded)  # once, so that Ray sends it to each machine once
+            futures = [actor.handle.remote(data) for actor in self._actors]
+        except Exception as error:
+            self.close()
+            raise self._disconnected(error) from error
         answers = self._gather(futures, type(message).__name__, timeout_s)
         return [decode_from_rank(answer) for answer in answers]
 
@@ -115,7 +120,10 @@ class RayRanks:
         try:
             while len(answers) < len(futures):
                 waiting = {future: rank for rank, future in enumerate(futures) if rank not in answers}
-                ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+                try:
+                    ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+                except Exception as error:
+                    raise self._disconnected(error) from error
                 if not ready:
                     names = ", ".join(self._name(rank) for rank in waiting.values())
                     raise RankLost(f"trainer {names} did not answer {what} in {timeout_s:.0f} s; {HOW_TO_GO_ON}")
@@ -136,6 +144,10 @@ class RayRanks:
             raise RankLost(f"trainer {self._name(rank)} cannot continue: {error.cause}; {HOW_TO_GO_ON}") from error
         except self._cluster.ray.exceptions.RayError as error:
             raise RankLost(f"trainer {self._name(rank)} was lost: {first_line(error)[:200]}; {HOW_TO_GO_ON}") from error
+
+    def _disconnected(self, error: Exception) -> RankLost:
+        """Return the error for a failed call of Ray itself. Without its head, Ray raises errors of several types."""
+        return RankLost(f"the connection to the Ray cluster was lost: {first_line(error)[:200]}; {HOW_TO_GO_ON}")
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._specs[rank].machine}"
