@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import os
+import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +73,30 @@ def test_plan_and_ray_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--ray needs --plan" in str(result.exception)
 
 
-def test_directories_of_killed_processes_go_and_those_of_the_living_stay() -> None:
-    mine = own_directory("test")
-    dead = mine.with_name(mine.name.replace(f"-{mine.name.split('-')[-2]}-", "-999999999-"))
-    dead.mkdir()
+def test_directories_of_killed_processes_go_and_those_of_the_living_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in other containers, whose processes have other ids: the test renames the directory of a running process as
+    if its process had the id of no process here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import time; from baton.cluster.ray.actors import own_directory as o; print(o('test'), flush=True); "
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     try:
-        other = own_directory("test")
-        assert mine.is_dir()
-        assert not dead.exists()
-        other.rmdir()
+        assert owner.stdout is not None
+        theirs = Path(owner.stdout.readline().strip())
+        theirs = theirs.rename(tmp_path / f"baton-test-{socket.gethostname()}-999999999-x")
+        mine = own_directory("test")
+        assert sorted(tmp_path.iterdir()) == sorted([mine, theirs])
     finally:
-        mine.rmdir()
+        owner.kill()
+        owner.wait(60.0)
+    other = own_directory("test")
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
 
 
 def test_the_interface_of_an_address_is_found() -> None:

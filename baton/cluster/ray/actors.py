@@ -8,6 +8,7 @@ because the end of the actor closes the worker's standard input. Ray ends the ac
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -61,14 +62,29 @@ PIECE_BYTES = 64 * 2**20
 
 
 def own_directory(what: str) -> Path:
-    """Make a temporary directory for this process; delete the directories of killed processes."""
-    root = Path(tempfile.gettempdir())
-    prefix = f"baton-{what}-{socket.gethostname()}-"
+    """Make a temporary directory for this process, and delete the directories of ended processes. The process locks its
+    directory (flock) until it ends. A process id would not identify the owner, because the processes of several
+    containers may share the root directory."""
+    root, prefix = Path(tempfile.gettempdir()), f"baton-{what}-"
     for old in root.glob(f"{prefix}*"):
-        pid = old.name.removeprefix(prefix).split("-")[0]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+        with suppress(OSError):  # the owner still runs, or is another user
+            os.close(_locked(old))
             shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root))
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))  # hidden from the loop above in other processes
+    with suppress(OSError):  # a file system without locks: nobody can lock the directory, so nobody deletes it
+        _locked(unlocked)  # the descriptor stays open until this process ends
+    return unlocked.rename(root / unlocked.name[1:])
+
+
+def _locked(directory: Path) -> int:
+    """Lock a directory, and return the descriptor that holds the lock. Raises OSError if it is locked."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class WorkerActor:
@@ -285,8 +301,6 @@ class RewardActor:
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface with this IPv4 address; empty if there is none."""
-    import fcntl
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
