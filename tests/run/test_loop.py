@@ -312,8 +312,9 @@ def test_a_run_that_is_never_trained_closes_what_was_opened(
     closed: list[str] = []
     for part in (RunLock, TaskMixture, RewardScorer, LocalTrainer, LocalTransport, MetricsWriter, Journal):
         name = "release" if part is RunLock else "close"
+        original = getattr(part, name)
 
-        def recorded(self: Any, *values: Any, close: Any = getattr(part, name), **options: Any) -> None:
+        def recorded(self: Any, *values: Any, close: Any = original, **options: Any) -> None:
             closed.append(type(self).__name__)
             close(self, *values, **options)
 

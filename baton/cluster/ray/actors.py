@@ -71,7 +71,7 @@ def own_directory(what: str) -> Path:
             os.close(_locked(old))
             shutil.rmtree(old, ignore_errors=True)
     unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))  # hidden from the loop above in other processes
-    with suppress(OSError):  # a file system without locks: nobody can lock the directory, so nobody deletes it
+    with suppress(OSError):  # without locks on this file system, other processes cannot delete the directory either
         _locked(unlocked)  # the descriptor stays open until this process ends
     return unlocked.rename(root / unlocked.name[1:])
 

@@ -332,14 +332,14 @@ def _engine(
         reports_routing=settings.report_routing,
     )
     engine = VllmEngine(client, skeleton, read_base, settings, version)
-    if load_format == "dummy" and settings.vllm.lora_rank and read_base is not None:
-        try:
+    try:
+        if load_format == "dummy" and settings.vllm.lora_rank and read_base is not None:
             engine.load_base()
-        except BaseException:
-            engine.close()
-            raise
-    if direct is not None and not direct.is_remote:
-        engine.use_direct(direct, settings.vllm.answer_timeout_s)
+        if direct is not None and not direct.is_remote:
+            engine.use_direct(direct, settings.vllm.answer_timeout_s)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

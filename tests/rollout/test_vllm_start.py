@@ -1,0 +1,52 @@
+"""A start of vLLM that fails after vLLM's processes have started ends them. The client and vLLM are fakes."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.errors import EngineFault
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.vllm import engine as vllm_engine
+from baton.rollout.engines.vllm.engine import vllm_of_model
+from baton.types import PolicyVersion
+from baton.weights.direct.settings import DirectTransfer
+
+
+class Client:
+    num_closed = 0
+
+    def detect_stops(self) -> None:
+        raise EngineFault("the core has no process")
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_an_engine_that_cannot_receive_weights_directly_ends(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm, platforms, client = ModuleType("vllm"), ModuleType("vllm.platforms"), Client()
+    vllm.__spec__ = ModuleSpec("vllm", None)
+    platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
+        is_cpu=lambda: False, is_cuda_alike=lambda: True
+    )
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(vllm_engine, "set_up_environment", lambda: None)
+    monkeypatch.setattr(vllm_engine, "VllmClient", lambda *_, **__: client)
+    sender = SimpleNamespace(join=lambda *_: None, leave=lambda *_: None)
+    versions: Any = SimpleNamespace(sender=sender)
+    with pytest.raises(EngineFault, match="the core has no process"):
+        vllm_of_model(
+            str(Path(small.model)),
+            EngineSettings(kind="vllm"),
+            PolicyVersion("a", 0),
+            device="cuda",
+            attention="sdpa",
+            direct=DirectTransfer("gloo", versions=versions),
+        )
+    assert client.num_closed == 1
