@@ -132,6 +132,7 @@ class SwarmTransport:
     def close(self, *, is_over: bool = False) -> None:
         """Disconnect all workers, and end those workers that this run started."""
         with ExitStack() as parts:  # the functions are called in reverse order
+            parts.callback(self._members.verifier.quarantine.close)
             parts.callback(self._scratch.close)
             parts.callback(self.hub.access.audit.close)
             parts.callback(self.hub.stop, is_over=is_over)

@@ -190,6 +190,34 @@ def test_a_trajectory_that_cannot_be_checked_is_made_again_twice_and_then_releas
     assert found.num_unchecked == 3
 
 
+def test_a_trajectory_is_not_late_while_the_scorer_returns_results():
+    """Checks one after another, each within 120.2 s of the last result; the last waits longer than that in all."""
+    found = verification_policy(first=0, share=1.0)
+    checks = [finished(found, "w", number)[0] for number in range(3)]
+    assert found.handle(VerificationTick(100.0)) == []
+    assert found.handle(TrajectoryJudged(checks[0].case, ())) == [ReleaseTrajectory((9, 0, 0))]
+    assert found.handle(VerificationTick(200.0)) == []
+    assert found.handle(TrajectoryJudged(checks[1].case, ())) == [ReleaseTrajectory((9, 0, 1))]
+    assert found.handle(VerificationTick(320.0)) == []
+    assert found.handle(VerificationTick(321.0))[0] == RemakeTrajectory((9, 0, 2)), "silence is what makes it late"
+
+
+def test_a_full_backlog_pauses_the_random_selection_and_holds_back_what_must_be_checked(monkeypatch):
+    monkeypatch.setattr(policy, "MAX_HELD", 3)
+    found = verification_policy(first=1, share=1.0)
+    checks = [finished(found, "w", number) for number in range(6)]
+    assert [[type(one) for one in commands] for commands in checks] == [
+        [CheckTrajectory], [CheckTrajectory], [CheckTrajectory], [WarnUser], [], []
+    ]  # fmt: skip
+    assert "the scorer is slower than the workers" in checks[3][0].text
+    assert found.num_unchecked == 3
+    assert [type(one) for one in finished(found, "new", 6)] == [CheckTrajectory], "the first of a worker always"
+    for number in (0, 1):
+        found.handle(TrajectoryJudged(checks[number][0].case, ()))
+    assert [type(one) for one in finished(found, "w", 7)] == [CheckTrajectory], "there is room again"
+    assert found.num_unchecked == 3
+
+
 def test_what_trusted_workers_wrote_is_released_where_it_cannot_be_checked():
     found = verification_policy(trusted_share=1.0)
     (check,) = finished(found, "w", 0, is_trusted=True)

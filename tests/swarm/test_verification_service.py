@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import baton.swarm.verification.policy
+from baton.errors import StorageFault
 from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.auth import AccessGrant, Role
@@ -32,6 +35,7 @@ class Script:
     def __init__(self) -> None:
         self.may_score = Event()
         self.may_score.set()
+        self.has_begun = Event()
         self.forged: dict[str, float] = {}
         self.loaded: list[int] = []
         self.fails = False
@@ -39,6 +43,7 @@ class Script:
     def load(self, tensors: Any, version: int) -> None:
         assert tensors == {"version": version}
         self.loaded.append(version)
+        self.has_begun.set()
 
     def score(self, claims: list[Claim]) -> list[Rescored]:
         assert self.may_score.wait(60)
@@ -164,6 +169,22 @@ def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is
     assert [c.worker for c in office.records] == ["a"], "a late verdict convicts all the same"
 
 
+def test_checks_that_nobody_waits_for_do_not_accumulate(office, monkeypatch):
+    """A scorer that hangs: what is made again twice and then used leaves no check behind."""
+    monkeypatch.setattr(baton.swarm.verification.policy, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(baton.swarm.verification.policy, "MAX_HELD", 5)
+    office.script.may_score.clear()
+    for group in range(20):
+        for _ in range(3):
+            assert office.finish(group, (author("a"), 0, LENGTH))
+            assert office.script.has_begun.wait(60)
+            office.verifier.tick()
+    assert len(office.released) == 20
+    office.script.may_score.set()
+    office.verifier.close()
+    assert office.actions.qsize() <= 1 + 5, "the first was with the scorer already, and 5 waited"
+
+
 def test_the_runs_own_workers_are_checked_only_where_it_asks_for_that(tmp_path, office):
     mine = author("mine", trusted=True, own=True)
     assert not office.finish(1, (mine, 0, LENGTH))
@@ -233,6 +254,30 @@ def test_the_quarantine_survives_a_restart(office, tmp_path):
     assert again.finish(3, (author("good"), 0, LENGTH))
     again.rule()
     again.verifier.close()
+
+
+def test_a_quarantine_that_a_full_disk_does_not_take_is_in_force_and_is_written_later(office, tmp_path, monkeypatch):
+    """The disk takes a part of the record, as a nearly full one does: the file has grown, and lacks the record."""
+    write = os.write
+
+    def partly(handle: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data[: len(data) - 19])
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", partly)
+        assert office.verifier.violated(author("bad"), "nonsense", "a report") is not None
+        office.verifier.tick()
+        office.verifier.tick()
+        assert not office.finish(1, (author("bad"), 0, LENGTH)), "it is not checked like a new worker"
+        assert reason(office, "bad") == "in quarantine: nonsense"
+        with pytest.raises(StorageFault, match=r"quarantine of .*bad.* is lost, because .* cannot be written"):
+            office.verifier.quarantine.close()
+    assert Quarantine(tmp_path / "quarantine.jsonl").records == []
+    office.verifier.tick()
+    assert Quarantine(tmp_path / "quarantine.jsonl").records == office.records
+    office.verifier.quarantine.close()
 
 
 def test_a_violation_convicts_without_a_check_and_only_once(office):

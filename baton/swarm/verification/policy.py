@@ -34,8 +34,11 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""The maximum time for which a trajectory is held back without a result: the first number in seconds, plus the second
-number in seconds per token."""
+"""A trajectory that is held back is late if no check has had a result for this time: the first number in seconds, plus
+the second number in seconds per token."""
+MAX_HELD = 256
+"""If this number of trajectories is held back, no others are selected at random. Those that are checked without
+exception are still held back: the batch waits for them, and the scheduler limits their number."""
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
@@ -79,7 +82,8 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     """Name of the trajectory whose check was decisive, or `a report of worker N` for an invalid report."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """Names of the worker's finished trajectories that were not trained on. They are generated again."""
+    """Names of the worker's finished trajectories that were not trained on. They are generated again, or excluded from
+    the batch that contains them."""
     trained: tuple[tuple[str, int], ...]
     """Pairs (trajectory, train step) of the trajectories that were trained on last; at most `REMEMBERED_TRAINED`
     pairs."""
@@ -259,8 +263,12 @@ class VerificationPolicy:
         self._owners: dict[str, dict[str, None]] = {}
         """Name of an open trajectory → ids of its authors."""
         self._quarantined: set[str] = set()
+        self._was_full = False
+        """True if a random selection was omitted because `MAX_HELD` trajectories were held back."""
+        self._now_s = self._result_s = 0.0
+        """Time of the last tick, and of the last tick before a check had a result, in seconds."""
         self._held: dict[Key, tuple[Case, float]] = {}
-        """Trajectory that is held back → (check, deadline in seconds)."""
+        """Trajectory that is held back → (check, time in seconds since which it is held back)."""
         self._remade: OrderedDict[Key, int] = OrderedDict()
         """Trajectory → number of times that it was generated again because it could not be checked."""
 
@@ -277,13 +285,15 @@ class VerificationPolicy:
             case TrajectoryFinished():
                 yield from self._finished(event)
             case TrajectoryJudged(case=case, verdicts=verdicts, is_whole=is_whole):
+                self._result_s = self._now_s
                 self.num_unchecked += not is_whole
                 for author, verdict, tolerance in verdicts:
                     if author.worker not in self._quarantined:
                         yield from self._on_result(author, case.name, verdict, tolerance)
-                if self._is_held(case):
+                if self.is_held(case):
                     yield self._release(case)
             case CheckFailed(cases=cases, cause=cause):
+                self._result_s = self._now_s
                 yield from self._give_up(cases, cause)
             case ReportViolated(author=author, name=name, sentence=sentence):
                 if author.worker not in self._quarantined:
@@ -298,15 +308,17 @@ class VerificationPolicy:
                     self._quarantined.discard(worker)
                     self._workers.pop(worker, None)
             case VerificationTick(at_s=at_s, delay_s=delay_s):
-                for key, (case, until_s) in list(self._held.items()):
-                    self._held[key] = case, until_s + delay_s
-                    if at_s > until_s + delay_s:
+                self._now_s, self._result_s = at_s, self._result_s + delay_s
+                for key, (case, since_s) in list(self._held.items()):
+                    self._held[key] = case, since_s + delay_s
+                    patience_s = PATIENCE_S + PATIENCE_S_PER_TOKEN * case.claim.trajectory.num_tokens
+                    if at_s > max(since_s + delay_s, self._result_s) + patience_s:
                         yield from self._give_up([case], "the result did not arrive in time")
 
     # ---- trajectories ------------------------------------------------------------------------------------------------
 
     def _finished(self, event: TrajectoryFinished) -> Iterator[VerificationCommand]:
-        key, excluded = event.key, self._quarantined | event.banned
+        key, excluded, before = event.key, self._quarantined | event.banned, self._was_full
         chosen: dict[str, bool] = {}
         turn = event.claim.trajectory.turn_offset
         if not turn:
@@ -318,12 +330,16 @@ class VerificationPolicy:
         wanted = tuple(part for part in event.parts if chosen.get(part[0].worker))
         if wanted:
             case = Case(key, event.claim, wanted, all(author.grant.is_trusted for author, _, _ in event.parts))
-            num_tokens = event.claim.trajectory.num_tokens
-            self._held[key] = case, event.at_s + PATIENCE_S + PATIENCE_S_PER_TOKEN * num_tokens
+            self._held[key] = case, event.at_s
             yield CheckTrajectory(case)
+        if self._was_full and not before:
+            yield WarnUser(
+                f"warning: the scorer is slower than the workers, so no trajectories are selected at random while "
+                f"{MAX_HELD} wait for their check: lower inspection.share or set inspection.device to a GPU"
+            )
 
     def _give_up(self, cases: Sequence[Case], cause: str) -> Iterator[VerificationCommand]:
-        late = [case for case in cases if self._is_held(case)]
+        late = [case for case in cases if self.is_held(case)]
         if not late:
             return
         self.num_unchecked += len(late)
@@ -347,7 +363,7 @@ class VerificationPolicy:
             f"generated again, {len(late) - remade} are used unchecked; {self.num_unchecked} so far ([inspection])"
         )
 
-    def _is_held(self, case: Case) -> bool:
+    def is_held(self, case: Case) -> bool:
         """Return whether the trajectory is still held back for this check. Otherwise the result of the check is
         ignored: the trajectory has been released, or was generated again and has a new check."""
         held = self._held.get(case.key)
@@ -372,9 +388,12 @@ class VerificationPolicy:
         account.num_finished += 1
         share = self._settings.trusted_share if author.grant.is_trusted else self._settings.share
         drawn = f"{name}+{turn}" if turn else name
-        is_checked = account.checks_owed > 0 or self._draw(author.worker, drawn) < share
+        is_owed, is_checked = account.checks_owed > 0, self._draw(author.worker, drawn) < share
         account.checks_owed = max(0, account.checks_owed - 1)
-        return is_checked
+        if is_checked and not is_owed and len(self._held) >= MAX_HELD:
+            self.num_unchecked, self._was_full = self.num_unchecked + 1, True
+            return False
+        return is_owed or is_checked
 
     def _on_result(
         self, author: SegmentAuthor, name: str, verdict: VerificationResult, tolerance: Tolerance

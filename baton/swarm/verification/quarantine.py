@@ -3,7 +3,8 @@
     hub ──QuarantineRecord──▶ quarantine.jsonl ◀──LiftRecord── baton token unquarantine
           └────────── follow, at every tick ──────┘
 
-The file is append-only. A `LiftRecord` ends all earlier quarantines of the workers that it names.
+The file is append-only. A `LiftRecord` ends all earlier quarantines of the workers that it names. If the disk is full,
+a record is in force and every tick tries to write it: ending the run would lose it, and `--resume` trust the worker.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.errors import UserError
+from baton.errors import StorageFault, UserError
 from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import AccessGrant
 from baton.swarm.verification.policy import QuarantineRecord
@@ -44,23 +45,48 @@ class Quarantine:
         self._path = path
         self._size = 0
         self.records: list[QuarantineRecord] = []
+        self._unwritten: list[QuarantineRecord] = []
+        """Records in force that are not in the file yet."""
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
-        """Read the file if it has changed. Return the ids of the workers whose quarantine ended since the last read."""
+        """Write the records that are not in the file yet, and read the file if it has changed. Return the ids of the
+        workers whose quarantine ended since the last read."""
+        self._write_waiting()
         path = self._path
         size = path.stat().st_size if path is not None and path.exists() else 0
         if path is None or size == self._size:
             return ()
         before, self._size = {one.worker for one in self.records}, size
-        self.records = _read(path)
+        self.records = [*_read(path), *self._unwritten]
         return tuple(sorted(before - {one.worker for one in self.records}))
 
     def add(self, record: QuarantineRecord) -> None:
-        """Add a record and write it to the file."""
+        """Add a record and write it to the file. If the file cannot be written, `follow` tries again."""
         self.records.append(record)
-        # if another process also wrote, `_size` is less than the file's size, and `follow` reads the file again
-        self._size += self._append(record)
+        self._unwritten.append(record)
+        if (error := self._write_waiting()) is not None:
+            logger.warning("the quarantine of %s is in force but not on disk (%s): free space", record.shown, error)
+
+    def close(self) -> None:
+        """Write the records that are not in the file yet. Raises StorageFault if this fails."""
+        if (error := self._write_waiting()) is not None:
+            names = ", ".join(one.shown for one in self._unwritten)
+            raise StorageFault(
+                f"the quarantine of {names} is lost, because {self._path} cannot be written ({error}): free space; "
+                "before --resume, revoke the worker's token (baton token revoke), or the run trusts the worker again"
+            )
+
+    def _write_waiting(self) -> OSError | None:
+        """Write the records that are not in the file yet. Return the error if this fails."""
+        try:
+            while self._unwritten:
+                # if another process also wrote, `_size` is less than the file's size, and `follow` reads the file again
+                self._size += self._append(self._unwritten[0])
+                del self._unwritten[0]
+        except OSError as error:
+            return error
+        return None
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
         """End quarantines, and return the ids of the workers. name: the id or the label of one worker, or the name of

@@ -11,11 +11,10 @@ determines the tokens. With `keep`, only trusted workers are therefore admitted,
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any, Protocol
 
 from baton.clock import Clock
@@ -80,12 +79,13 @@ class VerificationService:
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.num_checked: Counter[str] = Counter()
         """Worker id → number of its trajectories that were checked since the service started."""
-        self._make_scorer, self._keep, self._noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
+        self._make_scorer, self._keep, self.noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
         self._tracer = tracer or TraceWriter()
         self._client: VerificationClient
         self._call: Callable[[Callable[[], object]], object]
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
-        self._cases: SimpleQueue[policy.Case] = SimpleQueue()
+        self._cases: deque[policy.Case] = deque()
+        self._cases_lock = Lock()
         self._executor = SerialExecutor("examiner")
         self._scorer: LogprobScorer | None = None
         verification_policy.restore(record.worker for record in quarantine.records)
@@ -108,7 +108,7 @@ class VerificationService:
         """Record the trajectories of a train step, given as (group id, sample index, number of paths)."""
         if not self._keep:
             return
-        seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self._noise_seed, count))
+        seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self.noise_seed, count))
         names = tuple(policy.name_of((seed, group_id, sample_index)) for (group_id, sample_index), seed in seeds)
         self._tell_from_thread(policy.BatchConsumed(names, step))
 
@@ -144,7 +144,10 @@ class VerificationService:
         for command in commands:
             match command:
                 case policy.CheckTrajectory(case=case):
-                    self._cases.put(case)
+                    with self._cases_lock:
+                        self._cases.append(case)
+                        if len(self._cases) > policy.MAX_HELD:  # drop the checks that are too late
+                            self._cases = deque(filter(self.verification_policy.is_held, self._cases))
                     self._executor.submit(self._check_waiting)
                 case policy.ReleaseTrajectory(key=key):
                     self._client.release(key)
@@ -172,11 +175,8 @@ class VerificationService:
                 self._tell_from_thread(policy.CheckFailed(tuple(cases), cause))
 
     def _next_cases(self) -> list[policy.Case]:
-        cases: list[policy.Case] = []
-        with suppress(Empty):
-            while len(cases) < MAX_BATCH:
-                cases.append(self._cases.get_nowait())
-        return cases
+        with self._cases_lock:
+            return [self._cases.popleft() for _ in range(min(MAX_BATCH, len(self._cases)))]
 
     def _examine(self, scorer: LogprobScorer, cases: Sequence[policy.Case]) -> None:
         scores: list[list[Rescored]] = [[] for _ in cases]
