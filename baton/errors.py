@@ -16,7 +16,8 @@ BatonError
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -49,9 +50,28 @@ class DeadlineExceeded(BatonError):
     """A wait timed out. The message names the process that did not respond, and the waiting time."""
 
 
+class Suspect(NamedTuple):
+    """The token of a trajectory whose logprobs in engine and trainer differ most. name: `group/sample` of the episode.
+    path: index in the episode. token: position after the prompt."""
+
+    name: str
+    path: int
+    token: int
+
+    def __str__(self) -> str:
+        return f"{self.name} (path {self.path}, token {self.token})"
+
+
 class TrainingDiverged(BatonError):
     """A loss or a gradient is not finite, or the logprobs of engine and trainer differ by more than the error limits of
     `[trainer]`."""
+
+    @property
+    def suspects(self) -> list[Suspect]:
+        """The tokens that cause the error before any update of its train step; empty for an error with another cause.
+        They are read from the text, because processes exchange errors as texts."""
+        found = re.findall(r"(\d+/\d+) \(path (\d+), token (\d+)\)", str(self))
+        return [Suspect(name, int(path), int(token)) for name, path, token in found]
 
 
 class RankLost(BatonError):

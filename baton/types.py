@@ -130,6 +130,8 @@ class FailureCause(StrEnum):
     """The scorer returned a value that is not a reward: None, NaN, a string, or a list of the wrong length."""
     UNREACHABLE = "unreachable"
     """A remote scorer could not be reached, or returned a server error."""
+    QUARANTINED = "quarantined"
+    """An untrusted worker generated the trajectory, and reported logprobs that differ too much from the trainer's."""
 
 
 ENVIRONMENT = "environment"

@@ -6,10 +6,11 @@ and `swarm/` for workers on other machines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from baton.clock import time_left
+from baton.errors import Suspect
 from baton.frames import FrameSocket
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import TraceWriter
@@ -60,6 +61,11 @@ class WorkerTransport(Protocol):
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """Record that a train step has consumed these groups."""
         return
+
+    def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
+        """Called if the trainer computes other logprobs for these tokens. If untrusted workers generated all of them,
+        quarantine these workers, and return the names of the trajectories in `groups` with their tokens."""
+        return frozenset()
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the transport's metrics of a train step. values: the other metrics of this step."""

@@ -119,6 +119,10 @@ class RunBatches(BatchRecords):
         self.journal.counted(step, metrics)
         self.run.write_groups(step, groups)
 
+    def replaced(self, step: int, groups: Sequence[Group], warning: str) -> None:
+        self.run.write_groups(step, groups)
+        self.say(f"warning: step {step}: {warning}")
+
     def resumed(self, carried: Sequence[OpenGroup]) -> None:
         if carried:
             finished = sum(t.finish_reason is not None for g in carried for t in g.members)

@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from baton.errors import TrainingDiverged
 from baton.records.journal import Journal, OpenGroup, StreamCursor
 from baton.records.trace import StageTimer
 from baton.rewards.scorer import require_judged
@@ -21,7 +24,7 @@ from baton.rollout.transport import WorkerTransport
 from baton.run.device_sharing import DeviceSharing
 from baton.stop import Stopped
 from baton.trainer.trainer import StepTrainer
-from baton.types import Batch, Group
+from baton.types import Batch, FailureCause, Group, RewardResult
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Function that shows the progress of a phase. Its arguments are the name of the phase and its number of units of work.
@@ -38,6 +41,10 @@ class BatchRecords(Protocol):
     def write(self, step: int, groups: Sequence[Group], counts: StepCounts) -> None:
         """Record the batch of a step before it is trained. `counts`: values that the scheduler has counted since the
         previous batch."""
+
+    def replaced(self, step: int, groups: Sequence[Group], warning: str) -> None:
+        """Record that a step is trained on these groups instead of the recorded ones."""
+        return
 
     def resumed(self, carried: Sequence[OpenGroup]) -> None:
         """Called when the controller has started. `carried`: the open groups of an earlier process."""
@@ -91,7 +98,7 @@ class TrainSteps:
         if groups is None:
             groups, counts = self._next_batch(step)
         self.consumed(step, groups)
-        metrics = self._trained_on(Batch(step, tuple(groups)))
+        groups, metrics = self._trained_on(Batch(step, tuple(groups)))
         self.port.consumed(step, groups)
         with self.clock.stage("weight_sync", step, "publish"):
             if not self.has_begun or self.publishes(step):
@@ -136,23 +143,43 @@ class TrainSteps:
         self.records.resumed(carried)
         self.publish()
 
-    def _trained_on(self, batch: Batch) -> dict[str, float]:
+    def _trained_on(self, batch: Batch) -> tuple[Sequence[Group], dict[str, float]]:
+        """Return the groups that were trained on, which may lack rewards of `batch`, and the metrics."""
         if self.turns is not None:
             with self.clock.stage("turns", batch.step):
                 self.turns.to_trainer()
-        self.in_training = batch
         with self.clock.stage("train", batch.step), self.phase("train", 0):
-            metrics = self._trained(batch)
+            self.in_training = batch
+            require_judged(batch.groups, f"train step {batch.step}")
+            found = self._trained(batch)
         self.in_training = None
         if self.turns is not None:
             with self.clock.stage("turns", batch.step):
                 self.turns.to_engine()
-        return metrics
+        return found
 
-    def _trained(self, batch: Batch) -> dict[str, float]:
-        require_judged(batch.groups, f"train step {batch.step}")
+    def _without_mistrusted(self, batch: Batch, error: TrainingDiverged) -> Batch:
+        """Return the batch without the rewards of the trajectories of untrusted workers that caused the error, so that
+        they are not trained on. Raises the error if it has another cause."""
+        reason = "reported logprobs differ from the trainer's beyond trainer.max_logprob_diff or .max_mismatch_kl"
+        names = self.port.mistrusted(error.suspects, batch.groups, reason) if error.suspects else frozenset()
+        members = [member for group in batch.groups for member in group.members if member.trajectory.name in names]
+        if not any(member.judgement.is_judged for member in members):
+            raise error
+        none, replace = RewardResult(0.0, {}, False, None, reason, FailureCause.QUARANTINED), msgspec.structs.replace
+        changed = {member.trajectory.name: replace(member, judgement=none) for member in members}
+        kept = [tuple(changed.get(one.trajectory.name, one) for one in group.members) for group in batch.groups]
+        groups = tuple(replace(group, members=own) for group, own in zip(batch.groups, kept, strict=True))
+        self.records.replaced(batch.step, groups, f"{len(members)} trajectories are not trained on: {reason}")
+        return Batch(batch.step, groups)
+
+    def _trained(self, batch: Batch) -> tuple[Sequence[Group], dict[str, float]]:
         in_background = self.has_begun and self.controller.rules.mode == "async"
-        with closing(self.trainer.start(batch, in_background=in_background)) as pending:
-            if self.has_begun:
-                self.controller.run_until(pending.wait)
-            return pending.result()
+        try:
+            with closing(self.trainer.start(batch, in_background=in_background)) as pending:
+                if self.has_begun:
+                    self.controller.run_until(pending.wait)
+                return batch.groups, pending.result()
+        except TrainingDiverged as error:
+            batch = self._without_mistrusted(batch, error)
+        return self._trained(batch)

@@ -220,6 +220,10 @@ class LeaseBroker:
         """Return whether the worker has reported tokens, which may be part of a trajectory now or later."""
         return worker in self._authors
 
+    def authors(self, key: Key) -> tuple[Span, ...]:
+        """Return the workers that generated the tokens of a finished trajectory; empty if they are not known."""
+        return self._provenance.get(key, ())
+
     def num_leases(self, worker: int) -> int:
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 

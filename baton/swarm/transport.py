@@ -13,15 +13,20 @@ occurs in another thread, the next `receive` or `load_weights` raises it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import Future
 from contextlib import ExitStack
 from queue import Empty
 from typing import Any
 
+from baton.clock import run_into
+from baton.errors import DeadlineExceeded, Suspect
 from baton.rollout.engine import EngineStats
+from baton.rollout.episodes import path_seeds
 from baton.swarm.background_publisher import BackgroundPublisher
-from baton.swarm.hub.hub import Hub
+from baton.swarm.hub.hub import START_DEADLINE_S, Hub
 from baton.swarm.hub.peers import Peer
+from baton.swarm.lease_broker import Key
 from baton.swarm.local_workers import LocalWorkers
 from baton.swarm.provisioning import TrainingProgress
 from baton.swarm.supervisor import WorkerSupervisor
@@ -110,6 +115,20 @@ class SwarmTransport:
         self._members.verifier.consumed(
             step, [(m.trajectory.group_id, m.trajectory.sample_index, len(m.paths)) for m in members]
         )
+
+    def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
+        """As in `WorkerTransport`. A token that an earlier process received has no known author, and counts as a token
+        of an untrusted worker: if trusted workers are wrong, their later tokens end the run."""
+        paths = [(path, t) for group in groups for member in group.members for path, t in enumerate(member.paths)]
+        seeds = path_seeds(self._members.verifier.noise_seed, 1 + max(path for path, _ in paths))
+        keys = {(t.name, path): (seeds[path], t.group_id, t.sample_index) for path, t in paths}
+        tokens = [(keys[suspect.name, suspect.path], suspect.token) for suspect in suspects]
+        found: Future[Set[Key]] = Future()
+        self.hub.call(lambda: run_into(found, lambda: self._members.mistrust(tokens, keys.values(), reason)))
+        try:
+            return {f"{group_id}/{sample_index}" for _, group_id, sample_index in found.result(START_DEADLINE_S)}
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the hub did not answer within {START_DEADLINE_S:.0f} s") from error
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         progress, last, members = self._progress, self._publication.last, self._members

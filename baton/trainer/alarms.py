@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from baton.errors import Suspect
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.corrections import BehaviorDistance
 from baton.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -23,19 +23,35 @@ CAUSE = (
 )
 
 
-def excessive_mismatch(found: BehaviorDistance[float], settings: TrainerSettings) -> str | None:
+MAX_SUSPECTS = 20
+"""Maximum number of trajectories that an error names; more would not fit into `MAX_TEXT`."""
+RowMismatch = tuple[Suspect, float, float, float]
+"""(worst token, `current`, `mismatch`, `max_diff`) of a row; the numbers are those of `BehaviorDistance`."""
+
+
+def excessive_mismatch(rows: Sequence[RowMismatch], settings: TrainerSettings, *, has_agreed: bool) -> str | None:
     """Return an error message if the logprobs of engine and trainer differ by more than the error limits in `settings`,
-    else None."""
-    if not found.current:
+    else None. The message names the trajectories without which the limits hold (`TrainingDiverged.suspects`), unless
+    these are all rows and `has_agreed` is False, so that no tokens show that engine and trainer agree elsewhere."""
+    if not rows:
         return None
+    current, mismatch = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    kl_limit, diff_limit = settings.max_mismatch_kl[1], settings.max_logprob_diff[1]
     for key, value, unit, limit in (
-        ("mismatch_kl", found.mismatch / found.current, "nats per token", settings.max_mismatch_kl[1]),
-        ("logprob_diff", found.max_diff, "nats", settings.max_logprob_diff[1]),
+        ("mismatch_kl", mismatch / current, "nats per token", kl_limit),
+        ("logprob_diff", max(row[3] for row in rows), "nats", diff_limit),
     ):
         if value > limit:
+            suspects = []
+            for worst, own_current, own_mismatch, max_diff in sorted(rows, key=lambda row: -row[2]):
+                if max_diff > diff_limit or mismatch > kl_limit * current:
+                    suspects.append(worst)
+                    current, mismatch = current - own_current, mismatch - own_mismatch
+            named = has_agreed or len(suspects) < len(rows)
+            of = f", because of trajectory {', '.join(map(str, suspects[:MAX_SUSPECTS]))}" if named else ""
             return (
                 f"the {key.replace('_', ' ')} of engine and trainer is {value:.3g} {unit}, above the limit "
-                f"trainer.max_{key} = {limit:g}: {CAUSE}, or check that the engine serves the published weights"
+                f"trainer.max_{key} = {limit:g}{of}: {CAUSE}, or check that the engine serves the published weights"
             )
     return None
 

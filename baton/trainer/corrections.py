@@ -151,6 +151,16 @@ def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorD
     return BehaviorDistance(*sums, diff.abs().max())
 
 
+@torch.no_grad()
+def row_distances(inputs: LossInputs, is_current: torch.Tensor) -> torch.Tensor:
+    """Return [B, 4]: `current`, `mismatch` and `max_diff` of `BehaviorDistance` for each row, and the position in K of
+    the maximum. `is_current`: as in `behavior_distance`."""
+    is_current = inputs.mask & is_current
+    diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
+    worst = diff.abs().max(-1)
+    return torch.stack([t.double() for t in (is_current.sum(-1), k3(-diff).sum(-1), *worst)], -1)
+
+
 def weights(inputs: LossInputs) -> torch.Tensor:
     """Return π_proximal / π_behavior [B, K], before truncation or masking by a correction; 1 at masked tokens."""
     return _behavior_to_proximal(inputs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -156,6 +156,7 @@ class LocalTrainer(Trainer):
         self._num_applied = 0
         """Number of updates that a diverged train step applied before it failed. If above 0, the weights belong to no
         version, and the next call must be `restore`."""
+        self._has_agreed = False  # whether engine and trainer have agreed in a train step
         self._peak_tokens = 0
         """Tokens, including padding, of the largest microbatch so far."""
         self._alarms = Alarms(algorithm, settings)
@@ -222,8 +223,10 @@ class LocalTrainer(Trainer):
         parts = [self._cut(part) for part in samples]
         prepared = prepare(parts, self.passes)
         totals = Totals(self.passes.reference is not None, self.passes.critic is not None)
-        update = Update(self.passes, self.learners, totals, batch.step, self._max_new_tokens)
+        update = Update(self.passes, self.learners, totals, batch.step, self._max_new_tokens, self._has_agreed)
         try:
+            if algorithm.num_updates > 1:
+                update.compare(prepared)
             for _ in range(algorithm.num_epochs):
                 for part, fixed in zip(parts, prepared, strict=True):
                     update.run(part, fixed)
@@ -238,6 +241,7 @@ class LocalTrainer(Trainer):
                 )
             raise TrainingDiverged(f"{error}; {state}") from error
         totals.add_ranks(self._parallel)
+        self._has_agreed |= totals.distance.current > 0
         self._peak_tokens = max(self._peak_tokens, totals.largest)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)

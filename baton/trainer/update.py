@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from baton.errors import TrainingDiverged
+from baton.errors import Suspect, TrainingDiverged
 from baton.policy.logprobs import TokenScores
 from baton.trainer.alarms import excessive_mismatch
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_distance, correction_shape
+from baton.trainer.corrections import (
+    CORRECTIONS,
+    CorrectionShape,
+    behavior_distance,
+    correction_shape,
+    row_distances,
+)
 from baton.trainer.critic import Critic, value_loss, value_sums
 from baton.trainer.forward import Passes
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
-from baton.trainer.microbatches import MiniBatch, PreparedMicroBatch, sums_elsewhere
+from baton.trainer.microbatches import MicroBatch, MiniBatch, PreparedMicroBatch, sums_elsewhere
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
 from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
@@ -76,9 +82,21 @@ class Update:
     step: int
     longest: int
     """Maximum length of an episode in policy tokens."""
+    has_agreed: bool = False  # whether engine and trainer have agreed in an earlier step of this process
+    compared: list[tuple[MicroBatch, torch.Tensor]] = field(default_factory=list)
+    """Microbatches before the first update, and their `row_distances`."""
     trouble: str | None = None
     """Description of the first number that is not finite, or of an excessive mismatch; None if there is none. The error
     is raised only after all passes: a rank that stopped earlier would block the other ranks in a collective."""
+
+    def compare(self, prepared: Sequence[Sequence[PreparedMicroBatch]]) -> None:
+        """Compare engine and trainer over all minibatches of a step with several updates. Raises TrainingDiverged,
+        before the first update, if the mismatch exceeds its error limit."""
+        for each in (one for part in prepared for one in part):
+            if (proximal := each.fixed.proximal_logprobs) is not None:
+                is_current = each.micro.policy_versions == self.step - 1
+                self.compared.append((each.micro, row_distances(each.micro.loss_inputs(proximal), is_current)))
+        self._raise_if_diverged()
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
         """Perform one update. Raises TrainingDiverged, before the weights change, if loss or gradient is not finite, or
@@ -175,6 +193,8 @@ class Update:
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
         distance = behavior_distance(inputs, is_current)
+        if not self.totals.grad_norms:
+            self.compared.append((micro, row_distances(inputs, is_current)))
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
         if each.fixed.reference_logprobs is not None:
@@ -226,16 +246,26 @@ class Update:
             norms.append(clip_gradients(learner.parameters, limit, parallel.total_norm, parallel.repeated))
             if parallel.pipeline.is_last:  # other stages have the same norm, but no loss
                 self._checked(norms[-1], "the gradient's norm", part.rows)
-        mismatch = excessive_mismatch(self.totals.distance, self.passes.settings)
-        if self.trouble is None and mismatch is not None:
-            self.trouble = f"train step {self.step}: {mismatch}"
-        if trouble := self.passes.parallel.agreed(self.trouble):
-            raise TrainingDiverged(trouble)
+        self._raise_if_diverged()
         self.totals.grad_norms.append(norms[0])
         if len(norms) > 1:
             self.totals.value_grad_norms.append(norms[1])
         for learner in self.learners:
             learner.optimizer.step()
+
+    def _raise_if_diverged(self) -> None:
+        rows = []
+        for micro, distances in self.compared:
+            for row, (current, mismatch, max_diff, place) in zip(micro.rows, distances.tolist(), strict=False):
+                if current:
+                    token = int(place) + micro.inputs.first - row.prompt_length
+                    rows.append((Suspect(row.name, row.path, token), current, mismatch, max_diff))
+        self.compared.clear()
+        found = excessive_mismatch(rows, self.passes.settings, has_agreed=self.has_agreed)
+        if self.trouble is None and found is not None:
+            self.trouble = f"train step {self.step}: {found}"
+        if trouble := self.passes.parallel.agreed(self.trouble):
+            raise TrainingDiverged(trouble)
 
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None

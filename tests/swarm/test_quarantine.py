@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from baton.console import Console
-from baton.errors import UserError
+from baton.errors import TrainingDiverged, UserError
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from baton.swarm.messages import Welcome
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 from baton.trainer.checkpoint import latest_checkpoint
-from baton.types import FinishReason, FromWorker, Lease, PolicyVersion, Report
+from baton.types import FailureCause, FinishReason, FromWorker, Lease, PolicyVersion, Report
 from baton.views.terminal.progress import TerminalObserver
 
 pytestmark = pytest.mark.timing
@@ -125,18 +125,22 @@ class WordsOfAnother(_Forging):
         return msgspec.structs.replace(self._first, lease_id=report.lease_id)
 
 
-def train(wanted: Recipe, kinds: Mapping[str, type[EmbeddedEngine]]) -> dict[str, torch.Tensor]:
+def train(
+    wanted: Recipe, kinds: Mapping[str, type[EmbeddedEngine]], *, trusted: bool = False, resume: bool = False
+) -> dict[str, torch.Tensor]:
     """Train over a hub, with a worker of each kind under a token of its name; return the last weights."""
     from safetensors.torch import load_file
 
     tokens = TokenFile(Path(wanted.swarm.token_file))
-    texts = {name: tokens.create(Role.WORKER, 3600, name=name) for name in kinds}
+    texts = {name: tokens.create(Role.WORKER, 3600, name, trusted) for name in kinds}
     with TerminalObserver(Console(quiet=True), STEPS) as observer:
-        loop = build_loop(wanted, observer, resume=False, overwrite=False)
+        loop = build_loop(wanted, observer, resume=resume, overwrite=False)
         url = f"http://127.0.0.1:{loop.port.hub.port}"  # type: ignore[attr-defined]
         with working({texts[name]: kind for name, kind in kinds.items()}, url):
-            loop.train()
-            loop.close()
+            try:
+                loop.train()
+            finally:
+                loop.close()
     last = latest_checkpoint(RunDirectory.open(wanted.run.path).checkpoints)
     assert last is not None
     return load_file(last / "model.safetensors")
@@ -152,7 +156,7 @@ def working(kinds: Mapping[str, type[EmbeddedEngine]], url: str) -> Iterator[Non
         stops.append(lambda loop=loop, worker=worker: loop.call_soon_threadsafe(worker.leave))
 
         def run(loop: asyncio.AbstractEventLoop = loop, worker: SwarmWorker = worker) -> None:
-            with suppress(UserError):  # in quarantine
+            with suppress(UserError, asyncio.CancelledError):  # in quarantine, or the run has failed
                 loop.run_until_complete(worker.run())
 
         threads.append(threading.Thread(target=run, daemon=True))
@@ -196,6 +200,79 @@ def test_a_dishonest_worker_is_found_out_and_leaves_no_trace(
     assert quarantine_records[0].verdict.reason
     assert not quarantine_records[0].trained, "what it wrote was held back until it was judged"
     assert all(torch.equal(weights[name], honest[name]) for name in honest), "as if it had never been there"
+
+
+class Unconfirmed(_Forging):
+    """Reports logprobs far below those of its weights, in some answers to each prompt."""
+
+    def submit(self, lease: Lease) -> None:
+        self.forged_leases = getattr(self, "forged_leases", set())
+        if lease.trajectory.sample_index in (1, 2):
+            self.forged_leases.add(lease.lease_id)
+        super().submit(lease)
+
+    def forged(self, report: Report) -> Report:
+        if report.lease_id not in self.forged_leases:
+            return report
+        segments = tuple(
+            msgspec.structs.replace(one, behavior_logprobs=tuple(x - 30.0 for x in one.behavior_logprobs))
+            for one in report.segments
+        )
+        return msgspec.structs.replace(report, segments=segments)
+
+
+def unchecked(model: Path, directory: Path) -> Recipe:
+    wanted = recipe(model, directory)
+    return wanted.model_copy(update={"inspection": wanted.inspection.model_copy(update={"share": 0.0, "first": 0})})
+
+
+def test_logprobs_that_only_the_trainer_disproves_end_the_worker_and_not_the_run(model: Path, tmp_path: Path) -> None:
+    """No trajectory is checked by the hub, so they reach the trainer."""
+    wanted = unchecked(model, tmp_path)
+    train(wanted, {"good": Honest, "bad": Unconfirmed})
+    (record,) = Quarantine(wanted.run.path / "quarantine.jsonl").records
+    assert record.label.partition("#")[0] == "bad"
+    assert "trainer.max_logprob_diff" in record.verdict.reason
+    assert not record.num_checked
+    assert not record.trained or max(step for _, step in record.trained) < STEPS
+    run = RunDirectory.open(wanted.run.path)
+    members = [m for step in range(1, STEPS + 1) for group in run.groups(step) for m in group.members]
+    forged = [m for m in members if min(m.trajectory.behavior_logprobs) < -20.0]
+    assert len(members) == STEPS * 16, "no batch became smaller"
+    assert forged
+    assert {m.judgement.cause for m in forged} == {FailureCause.QUARANTINED}
+    excluded = {m.trajectory.name for m in members if m.judgement.cause is FailureCause.QUARANTINED}
+    assert excluded <= {name.partition("@")[0] for name in record.requeue}, "only what the worker wrote"
+
+
+def test_a_run_that_ends_before_it_has_recorded_the_exclusion_excludes_them_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run trains the recorded batch, whose authors it does not know."""
+    wanted = unchecked(model, tmp_path)
+
+    def killed(*arguments: Any) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as ended:
+        ended.setattr("baton.run.loop.RunBatches.replaced", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(wanted, {"good": Honest, "bad": Unconfirmed})
+    train(wanted, {"other": Honest}, resume=True)
+    (record,) = Quarantine(wanted.run.path / "quarantine.jsonl").records
+    assert record.label.partition("#")[0] == "bad"
+    run = RunDirectory.open(wanted.run.path)
+    members = [m for step in range(1, STEPS + 1) for group in run.groups(step) for m in group.members]
+    forged = [m for m in members if min(m.trajectory.behavior_logprobs) < -20.0]
+    assert forged
+    assert {m.judgement.cause for m in forged} == {FailureCause.QUARANTINED}
+
+
+def test_logprobs_of_a_trusted_worker_that_the_trainer_cannot_confirm_end_the_run(model: Path, tmp_path: Path) -> None:
+    wanted = unchecked(model, tmp_path)
+    with pytest.raises(TrainingDiverged, match=r"because of trajectory .*: engine and trainer compute different"):
+        train(wanted, {"good": Honest, "bad": Unconfirmed}, trusted=True)
+    assert not Quarantine(wanted.run.path / "quarantine.jsonl").records
 
 
 def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path) -> None:

@@ -374,6 +374,22 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weight
     many.step(Batch(1, (good, make_group(8, (1.0, 0.0)))))  # and they can go on
 
 
+def test_a_trajectory_that_no_rank_can_confirm_is_named_by_all_and_they_can_go_on_without_it(
+    pool: RankPool, model_path: str
+) -> None:
+    """It is in the second minibatch, and on one rank."""
+    limits = {"max_logprob_diff": (5.0, 15.0), "max_mismatch_kl": (0.01, math.inf)}
+    many = ranked(pool, 2, setup_of(model_path, name="grpo", num_minibatches=2, **limits))
+    good = [make_group(index, (1.0, 0.0)) for index in range(4)]
+    bad = make_group(9, (1.0, 0.0), [[policy(5)], [policy(6, 7, logprob=-40.0)]])
+    before = tensors(many)
+    with pytest.raises(TrainingDiverged, match="weights are still those of version 0") as caught:
+        many.step(Batch(1, (*good[:3], bad)))
+    assert [suspect.name for suspect in caught.value.suspects] == ["9/1"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(many).items())
+    many.step(Batch(1, tuple(good)))
+
+
 def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, model_path: str) -> None:
     many = ranked(pool, 2, setup_of(model_path, name="grpo", num_minibatches=3))
     with pytest.raises(UserError, match="num_minibatches: got 3, allowed are at most 1, the groups of a batch"):

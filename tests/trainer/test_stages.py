@@ -218,6 +218,20 @@ def test_a_number_that_is_not_finite_is_named_by_the_stage_with_the_loss(
     many.step(Batch(1, (good, make_group(8, (1.0, 0.0)))))  # and they can go on
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_trajectory_that_the_last_stage_cannot_confirm_is_named_by_all(
+    pool: RankPool, deep_path: dict[str, str], num_minibatches: int
+) -> None:
+    limits = {"max_logprob_diff": (5.0, 15.0), "max_mismatch_kl": (0.01, math.inf)}
+    many = staged(pool, deep_path["untied"], 3, name="grpo", stages=3, num_minibatches=num_minibatches, **limits)
+    good = [make_group(index, (1.0, 0.0)) for index in range(2)]
+    bad = make_group(9, (1.0, 0.0), [[policy(5)], [policy(6, 7, logprob=-40.0)]])
+    with pytest.raises(TrainingDiverged, match="weights are still those of version 0") as caught:
+        many.step(Batch(1, (good[0], bad)))
+    assert [suspect.name for suspect in caught.value.suspects] == ["9/1"]
+    many.step(Batch(1, tuple(good)))
+
+
 def test_layers_are_divided_equally_or_as_asked() -> None:
     assert stage_layers(1, 7) == (7,)
     assert stage_layers(3, 7) == (3, 2, 2)

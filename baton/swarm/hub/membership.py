@@ -12,7 +12,7 @@ broker's, so the live hub and the simulator use the same class.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -35,7 +35,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
-from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor
+from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor, name_of
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
 
@@ -136,6 +136,20 @@ class Membership:
         for number in workers:
             self.remove(number, reasons[number] or "", is_final=True)
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
+
+    def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
+        """Quarantine the authors of `tokens` (trajectory, position after the prompt), and return those of `keys` with
+        tokens of quarantined or unknown authors; but if a trusted worker is an author, do and return nothing."""
+        spans = {key: self.broker.authors(key) for key in keys}
+        found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
+        known = [(key, self.authors[number]) for key, number in found if number is not None]
+        if any(author.grant.is_trusted or author.grant.is_own for _, author in known):
+            return frozenset()
+        for key, author in known:
+            self.verifier.violated(author, reason, name_of(key))
+        banned = {n for n, a in self.authors.items() if self._access.quarantine.reason(a.grant, a.worker) is not None}
+        theirs = (key for key in spans if banned.intersection(number for number, _, _ in spans[key]))
+        return {*theirs, *(key for key, number in found if number is None)}
 
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
