@@ -51,8 +51,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Suspect(NamedTuple):
-    """The token of a trajectory whose logprobs in engine and trainer differ most. name: `group/sample` of the episode.
-    path: index in the episode. token: position after the prompt."""
+    """A trajectory's worst token: `group/sample` of the episode, index of the path, position after the prompt."""
 
     name: str
     path: int
@@ -70,8 +69,8 @@ class TrainingDiverged(BatonError):
     def suspects(self) -> list[Suspect]:
         """The tokens that cause the error before any update of its train step; empty for an error with another cause.
         They are read from the text, because processes exchange errors as texts."""
-        found = re.findall(r"(\d+/\d+) \(path (\d+), token (\d+)\)", str(self))
-        return [Suspect(name, int(path), int(token)) for name, path, token in found]
+        named = re.findall(r"(\d+/\d+) \(path (\d+), token (\d+)\)", str(self))
+        return [Suspect(name, int(path), int(token)) for name, path, token in named]
 
 
 class RankLost(BatonError):

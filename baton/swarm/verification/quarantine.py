@@ -50,8 +50,7 @@ class Quarantine:
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
-        """Write the records that are not in the file yet, and read the file if it has changed. Return the ids of the
-        workers whose quarantine ended since the last read."""
+        """Write waiting records, read the file if it has changed, and return the workers whose quarantine has ended."""
         self._write_waiting()
         path = self._path
         size = path.stat().st_size if path is not None and path.exists() else 0
