@@ -108,7 +108,11 @@ class BitReader:
         return np.frombuffer(data, np.uint8)
 
     def bits(self, count: int) -> Bytes:
-        return np.unpackbits(self.stream(-(-count // 8)), count=count)
+        return np.unpackbits(self.packed(count), count=count)
+
+    def packed(self, count: int) -> Bytes:
+        """Read `count` bits, eight to a byte."""
+        return self.stream(-(-count // 8))
 
     def end(self) -> None:
         """Raise WeightsFault unless the whole block has been read."""

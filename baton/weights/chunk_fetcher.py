@@ -55,20 +55,21 @@ class ChunkFetcher:
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
-    def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, WeightsSource]:
-        """Return a version's manifest and the source that sent it. Sources named in `without` are not queried. Raises
-        WeightsFault when no source sends a valid manifest."""
+    def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, bytes, WeightsSource]:
+        """Return a version's manifest, the manifest's bytes, and the source that sent it. Sources named in `without`
+        are not queried. Raises WeightsFault when no source sends a valid manifest."""
 
-        def check(data: bytes) -> Manifest:
+        def check(data: bytes) -> tuple[Manifest, bytes]:
             manifest = decode_manifest(data)
             if manifest.version != version:
                 raise WeightsFault(f"the source sent the manifest of {name_of(manifest.version)}")
-            return manifest
+            return manifest, data
 
         asked = [source for source in self._sources if source.name not in without]
         what = f"the manifest of {name_of(version)}"
         with self._lock:
-            return self._first(asked, lambda source: source.manifest(version), check, what)
+            (manifest, data), source = self._first(asked, lambda source: source.manifest(version), check, what)
+        return manifest, data, source
 
     def chunk(self, chunk: Chunk) -> bytes:
         """Return a chunk's verified bytes. Raises WeightsFault when no source sends the chunk."""

@@ -116,7 +116,10 @@ def _write_changed(writer: BitWriter, before: Words, rest: Ints) -> Ints:
 def _read_changed(reader: BitReader, before: Words) -> Ints:
     limits = [reader.number(255) for _ in range(reader.number(MAX_BANDS))]
     found = [band[read_mask(reader, band.size)] for band in magnitude_buckets(before, limits)]
-    return np.concatenate([*found, read_mask(reader, before.size)])
+    found.append(read_mask(reader, before.size))
+    if sum(part.size for part in found) > before.size:
+        raise WeightsFault("an encoded part is damaged: it has more changes than elements")
+    return np.concatenate(found)
 
 
 def _dense(now: Words, before: Words) -> Pieces:
@@ -207,19 +210,25 @@ def _write_steps(writer: BitWriter, steps: Words) -> None:
 
 
 def _read_steps(reader: BitReader, count: int, word: int) -> Words:
+    """Read `count` differences. Damaged bytes may give every difference all bits of a word, so that one byte per
+    difference states its number of bits; lists of the differences that have bit 1, bit 2, … would take 8 bytes each."""
     is_negative = reader.bits(count) == 1
-    levels: list[NDArray[np.int64]] = []
-    rest = np.arange(count)
-    while rest.size and len(levels) < word * 8:
+    num_low = np.zeros(count, np.uint8)
+    rest: NDArray[Any] = np.arange(count, dtype=np.int32)
+    num_levels = 0
+    while rest.size and num_levels < word * 8:
         rest = rest[read_mask(reader, rest.size)]
-        levels.append(rest)
+        num_low[rest] += 1
+        num_levels += 1
     if rest.size:
         raise WeightsFault("an encoded part is damaged: a difference has more bits than its word")
-    bits, at = reader.bits(sum(level.size for level in levels)), 0
+    packed, at = reader.packed(int(num_low.sum(dtype=np.int64))), 0
     steps: Words = np.ones(count, f"u{word}")
     kind = steps.dtype.type
-    for bit, level in enumerate(levels):
+    for bit in range(num_levels - 1):
+        level = np.flatnonzero(num_low > bit)
         steps[level] += kind(1 << bit)  # these magnitudes have one more bit
-        steps[level] |= bits[at : at + level.size].astype(steps.dtype) << kind(bit)
+        bits = np.unpackbits(packed[at // 8 : -(-(at + level.size) // 8)])[at % 8 :][: level.size]
+        steps[level] |= bits.astype(steps.dtype) << kind(bit)
         at += level.size
     return np.where(is_negative, ~steps + kind(1), steps)

@@ -35,12 +35,25 @@ from baton.weights.bitstream import Bytes, Pieces, size_of
 from baton.weights.chunk_fetcher import ChunkFetcher, FetchStats
 from baton.weights.delta import decode
 from baton.weights.flat_buffer import flattened, layout_of, piece_digests, tensors_of
-from baton.weights.manifest import BufferPart, Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
+from baton.weights.manifest import (
+    MAX_MANIFEST_BYTES,
+    BufferPart,
+    Encoding,
+    Manifest,
+    TensorEntry,
+    check_version,
+    decode_manifest,
+    name_of,
+    tensors_digest,
+)
 from baton.weights.sources import WeightsSource
 from baton.weights.version_files import FlatFile, VersionFiles
 
 MAX_STEPS = 4096
 """Maximum number of versions that one fetch decodes one after another, ending with the requested version."""
+MAX_PLAN_BYTES = 4 * MAX_MANIFEST_BYTES
+"""Bytes of manifests from which on a plan does not become longer. This bounds the memory for the manifests of hostile
+sources: a plan keeps manifests encoded, because decoded manifests take up to eight times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +67,18 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of a plan: a version, the encoding to apply, and the source of the version's manifest."""
+    """One step of a plan: the encoded manifest of a version, the encoding to apply, and the manifest's source."""
 
-    manifest: Manifest
-    way: Encoding
+    manifest: bytes
+    is_whole: bool
     source: WeightsSource
+
+    def decoded(self) -> tuple[Manifest, Encoding]:
+        """Return the manifest, and the encoding to apply."""
+        manifest = decode_manifest(self.manifest)
+        way = manifest.whole if self.is_whole else manifest.delta
+        assert way is not None, "_plan chose an encoding that the manifest has"
+        return manifest, way
 
 
 class _BadPlan(Exception):
@@ -157,23 +177,24 @@ class Fetcher:
         held, at = self.held, want
         walked: list[_Step] = []
         best: list[_Step] | None = None
-        cost = best_cost = 0
-        while len(walked) < MAX_STEPS:
+        cost = best_cost = num_bytes = 0
+        while len(walked) < MAX_STEPS and num_bytes < MAX_PLAN_BYTES:
             try:
-                manifest, source = gather.manifest(at, misleading)
+                manifest, data, source = gather.manifest(at, misleading)
             except WeightsFault:
                 if best is None:
                     raise
                 break  # a keyframe was found before, so a plan exists without this manifest
             whole, delta = manifest.whole, manifest.delta
             if whole is not None and (best is None or cost + whole.size < best_cost):
-                best, best_cost = [*walked, _Step(manifest, whole, source)], cost + whole.size
+                best, best_cost = [*walked, _Step(data, True, source)], cost + whole.size
             if delta is None or delta.base is None:
                 break
             leads_on = held is not None and held.lineage == at.lineage and held.number < at.number
             if best is not None and (not leads_on or cost + delta.size >= best_cost):
                 break
-            walked.append(_Step(manifest, delta, source))
+            walked.append(_Step(data, False, source))
+            num_bytes += len(data)
             cost, at = cost + delta.size, delta.base
             if at == held:
                 best = walked
@@ -185,22 +206,23 @@ class Fetcher:
     def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
         """Apply the steps of a plan to a copy of the held version, or to an empty buffer if the plan starts at a
         keyframe; return the result. Raises _BadPlan if the result is not the requested version."""
-        last = plan[-1].manifest
+        last, _ = plan[-1].decoded()
         sources = [step.source for step in plan]
-        if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
-            raise _BadPlan("the versions of the plan have different tensors", sources)
         free, self._free = self._free, None
         is_usable = free is not None and free.bytes.size == last.num_bytes and not free.is_lent
         copy = free if free is not None and is_usable else _temporary(last.num_bytes)
         before = None
-        if plan[0].way.base is not None:
+        if not plan[0].is_whole:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
                 raise _BadPlan("the version has other tensors than the held one", sources)
             before = base.file.bytes
         for step in plan:
-            coded, ends = _CodedBytes(step.way, gather), accumulate(part.num_bytes for part in step.way.parts)
-            taken = ((part, at, coded.take(part.size)) for part, at in zip(step.way.parts, ends, strict=True))
+            manifest, way = step.decoded()
+            if layout_of(manifest.tensors) != layout_of(last.tensors):
+                raise _BadPlan("the versions of the plan have different tensors", sources)
+            coded, ends = _CodedBytes(way, gather), accumulate(part.num_bytes for part in way.parts)
+            taken = ((part, at, coded.take(part.size)) for part, at in zip(way.parts, ends, strict=True))
             work = partial(_decoded, copy, copy.bytes if before is None else before)
             for error in in_order(work, taken, lambda one: one[0].num_bytes):
                 if error is not None:

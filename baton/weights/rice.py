@@ -57,7 +57,7 @@ def read_mask(reader: BitReader, n: int) -> Ints:
     """Read a mask of n elements; return the positions of the true elements. Raises WeightsFault for invalid data."""
     if n <= _FEW:
         return np.flatnonzero(reader.bits(n))
-    count, is_rest = divmod(reader.number(2 * n + 1), 2)
+    count, is_rest = divmod(reader.number(n + 1), 2)  # `write_positions` writes at most half of the positions
     positions = _read_gaps(reader, count, n) if count else np.empty(0, np.int64)
     if not is_rest:
         return positions

@@ -160,6 +160,43 @@ def test_more_low_bits_than_the_gaps_need_are_refused():
         read_mask(reader, 2 * count)
 
 
+@pytest.mark.parametrize("is_twice", [False, True])
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+def test_differences_that_all_have_as_many_bits_as_a_word_need_little_memory(word, is_twice):
+    """A few hundred bytes state that every element changed, in all its bits; and perhaps that each changed twice."""
+    n = 2**18
+    count, writer = n * (1 + is_twice), BitWriter()
+    writer.number(int(is_twice))
+    if is_twice:
+        writer.number(255)  # a bucket with all elements
+        write_mask(writer, np.ones(n, np.bool_))
+    write_mask(writer, np.ones(n, np.bool_))
+    writer.bits(np.zeros(count, np.uint8))
+    for _ in range(8 * word - 1):
+        write_mask(writer, np.ones(count, np.bool_))
+    write_mask(writer, np.zeros(count, np.bool_))
+    writer.bits(np.zeros(count * (8 * word - 1), np.uint8))
+    data, piece = b"".join(writer.block()), np.zeros(n * word, np.uint8)
+    assert len(data) < 1000
+    tracemalloc.start()
+    if is_twice:
+        with pytest.raises(WeightsFault, match="more changes than elements"):
+            decode("sparse", data, piece, word)
+    else:
+        decode("sparse", data, piece, word)
+        assert (piece.view(f"u{word}") == 1 << (8 * word - 1)).all()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 72 * n
+
+
+def test_a_mask_with_the_longer_of_its_two_lists_is_refused():
+    writer = BitWriter()
+    writer.number(2 * 501)  # the positions of 501 true elements of 1,000, instead of those of 499 false ones
+    with pytest.raises(WeightsFault, match="got the number 1002, allowed are at most 1001"):
+        read_mask(BitReader(b"".join(writer.block())), 1000)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     coding=st.sampled_from(["same", "sparse", "dense", "full"]),

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,16 @@ from weights_cases import Run, Twisted, are_bit_equal, changed, latest, policy, 
 from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
-from baton.weights.manifest import BufferPart, Chunk, Encoding, Manifest, decode_manifest, encode_manifest
+from baton.weights.manifest import (
+    BufferPart,
+    Chunk,
+    Encoding,
+    Manifest,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+    tensors_digest,
+)
 from baton.weights.publisher import Publisher
 from baton.weights.sources import ChunkCache
 from baton.weights.storage import LocalStorage
@@ -421,6 +431,39 @@ def test_ways_that_do_not_make_the_tensors_are_refused(run):
             encode_manifest(msgspec.structs.replace(manifest, ways=(other,)))
     with pytest.raises(WeightsFault, match="two encodings of one kind"):
         encode_manifest(msgspec.structs.replace(manifest, ways=(way, way)))
+
+
+class EndlessDeltas:
+    """A source whose every version is a delta to the version before, in as many parts as elements."""
+
+    name, distance = "relay 7", 0
+
+    def __init__(self, num_parts: int) -> None:
+        self.entries = (TensorEntry("a", "uint8", (num_parts,), "0" * 64),)
+        self.digest, self.asked, self.sent = tensors_digest(self.entries), 0, b""
+        self._parts = (BufferPart(1, 1, "same", 0),) * num_parts
+
+    def manifest(self, version: PolicyVersion) -> bytes:
+        self.asked += 1
+        base = PolicyVersion(version.lineage, version.number - 1, self.digest)
+        self.sent = encode_manifest(Manifest(version, self.entries, (Encoding(base, self._parts, ()),)))
+        return self.sent
+
+
+def test_manifests_that_never_end_are_read_up_to_a_limit_and_kept_encoded(monkeypatch):
+    """Decoded, the manifests of this limit would take more than 6 MB."""
+    monkeypatch.setattr("baton.weights.fetcher.MAX_PLAN_BYTES", 1_000_000)
+    source = EndlessDeltas(4000)
+    fetcher = Fetcher([source])
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightsFault, match=r"no keyframe among the last \d+ versions"):
+            fetcher.fetch(PolicyVersion("first", 1000, source.digest), deadline_s=60)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert source.asked == -(-1_000_000 // len(source.sent)) > 10
+    assert peak < 3_000_000
 
 
 def test_coded_parts_that_nobody_wrote_end_in_a_fault_or_in_a_wrong_digest(run):
