@@ -49,6 +49,15 @@ class Coded(NamedTuple):
     """Number of elements that differ from the base. Without a base, this is the number of all elements."""
 
 
+class Changes(NamedTuple):
+    """The changed elements of a part of coding "same" or "sparse"."""
+
+    positions: NDArray[np.int32]
+    """[n] positions in the part, in ascending order."""
+    steps: Words
+    """[n] differences of these elements to the base."""
+
+
 def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
     """Encode a part, whose words have `word` bytes, with the shortest coding. Without a base, the coding is "full"."""
     now = new.view(f"u{word}")
@@ -68,24 +77,30 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
     return min(found, key=lambda coded: size_of(coded.data))
 
 
-def decode(coding: Coding, coded: bytes | memoryview, piece: Bytes, word: int) -> None:
-    """Decode a part in place: `piece` contains the base's bytes before the call and the decoded bytes after it. Raises
-    WeightsFault for bytes that `encode` cannot have produced; the content of `piece` is then undefined."""
-    words = piece.view(f"u{word}")
+def decode_blocks(coding: Coding, coded: bytes | memoryview, base: Bytes, word: int) -> Iterator[tuple[int, Bytes]]:
+    """Decode a part of coding "dense" or "full". Yield consecutive blocks: the first byte in the part, and the decoded
+    bytes, which are valid until the next block. Raises WeightsFault for bytes that `encode` cannot have produced."""
+    words = base.view(f"u{word}")
     reader = BitReader(coded)
-    match coding:
-        case "same":
-            pass
-        case "sparse":
-            positions = _read_changed(reader, words)
-            words[positions] += _read_steps(reader, positions.size, word)
-        case "dense":
-            for block, read in _read_planes(reader, words):
-                words[block] += _unfold(read)
-        case "full":
-            for block, read in _read_planes(reader, words):
-                words[block] = _rotated(read, 1)
+    for block, read in _read_planes(reader, words):
+        found = words[block] + _unfold(read) if coding == "dense" else _rotated(read, 1)
+        yield block.start * word, found.view(np.uint8)
     reader.end()
+
+
+def decode_changes(coding: Coding, coded: bytes | memoryview, base: Bytes, word: int) -> Changes:
+    """Decode the changed elements of a part of coding "same" or "sparse", without applying them. Raises WeightsFault
+    for bytes that `encode` cannot have produced."""
+    reader, words = BitReader(coded), base.view(f"u{word}")
+    positions, steps = np.empty(0, np.int64), np.empty(0, words.dtype)
+    if coding == "sparse":
+        positions = _read_changed(reader, words)
+        steps = _read_steps(reader, positions.size, word)
+    reader.end()
+    if (positions[1:] < positions[:-1]).any():  # there are several magnitude buckets
+        order = np.argsort(positions, kind="stable")
+        positions, steps = positions[order], steps[order]
+    return Changes(positions.astype(np.int32), steps)
 
 
 def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> Pieces:

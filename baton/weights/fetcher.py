@@ -4,13 +4,13 @@ version, or changes nothing. A fetch has five steps:
 1. Follow manifests from the requested version back to the held version or a keyframe. Choose the encodings with the
    fewest bytes.
 2. Get the chunks of these encodings from the sources, and verify each chunk before use (`chunk_fetcher.py`).
-3. Decode the parts into a copy of the held bytes.
+3. Apply the parts to a copy of the held bytes (`version_writer.py`).
 4. Compare every tensor of the copy with its digest.
 5. Hold the copy instead of the old version.
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. The
-held version and its copy are memory-mapped files (`flat_buffer.py`). In addition, a fetch needs memory for four chunks
-and for n + 1 parts, where n is the number of decoding threads (`CODERS`).
+held version and its copy are memory-mapped files (`flat_buffer.py`). In addition, a fetch needs memory for four chunks,
+for n + 1 parts, and for the changed elements of n + 1 tensors, where n is the number of decoding threads (`CODERS`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from baton.clock import in_order
 from baton.errors import WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
-from baton.weights.bitstream import Bytes, Pieces, size_of
+from baton.weights.bitstream import Pieces
 from baton.weights.chunk_fetcher import ChunkFetcher, FetchStats
-from baton.weights.delta import decode
-from baton.weights.flat_buffer import flattened, layout_of, piece_digests, tensors_of
+from baton.weights.flat_buffer import flattened, layout_of, tensors_of
 from baton.weights.manifest import (
     MAX_MANIFEST_BYTES,
-    BufferPart,
     Encoding,
     Manifest,
     TensorEntry,
@@ -48,6 +43,7 @@ from baton.weights.manifest import (
 )
 from baton.weights.sources import WeightsSource
 from baton.weights.version_files import FlatFile, VersionFiles
+from baton.weights.version_writer import DamagedPart, VersionWriter
 
 MAX_STEPS = 4096
 """Maximum number of versions that one fetch decodes one after another, ending with the requested version."""
@@ -206,29 +202,28 @@ class Fetcher:
     def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
         """Apply the steps of a plan to a copy of the held version, or to an empty buffer if the plan starts at a
         keyframe; return the result. Raises _BadPlan if the result is not the requested version."""
-        last, _ = plan[-1].decoded()
+        last, last_way = plan[-1].decoded()
         sources = [step.source for step in plan]
         free, self._free = self._free, None
         is_usable = free is not None and free.bytes.size == last.num_bytes and not free.is_lent
         copy = free if free is not None and is_usable else _temporary(last.num_bytes)
-        before = None
+        before, digests, is_written = None, dict[str, str](), is_usable
         if not plan[0].is_whole:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
                 raise _BadPlan("the version has other tensors than the held one", sources)
             before = base.file.bytes
         for step in plan:
-            manifest, way = step.decoded()
+            manifest, way = (last, last_way) if step is plan[-1] else step.decoded()
             if layout_of(manifest.tensors) != layout_of(last.tensors):
                 raise _BadPlan("the versions of the plan have different tensors", sources)
-            coded, ends = _CodedBytes(way, gather), accumulate(part.num_bytes for part in way.parts)
-            taken = ((part, at, coded.take(part.size)) for part, at in zip(way.parts, ends, strict=True))
-            work = partial(_decoded, copy, copy.bytes if before is None else before)
-            for error in in_order(work, taken, lambda one: one[0].num_bytes):
-                if error is not None:
-                    raise _BadPlan(str(error), [step.source]) from error
-            before = None
-        digests = piece_digests(last.tensors, copy.bytes)
+            is_mapped = is_written and copy.allows_mapped_writes
+            writer = VersionWriter(copy, copy.bytes if before is None else before, is_mapped, step is plan[-1])
+            try:
+                digests = writer.write(way, last.tensors, _CodedBytes(way, gather).take)
+            except DamagedPart as error:
+                raise _BadPlan(str(error), [step.source]) from error
+            before, is_written = None, True
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
         return _Staged(last.version, last.tensors, copy)
@@ -246,30 +241,6 @@ class Fetcher:
 
 def _temporary(num_bytes: int) -> FlatFile:
     return FlatFile(Path(tempfile.gettempdir()), num_bytes)
-
-
-def _decoded(copy: FlatFile, before: Bytes, taken: tuple[BufferPart, int, Pieces]) -> WeightsFault | None:
-    """Decode a part relative to the same part of `before`, and write the result to `copy`. Return an error if the
-    encoded bytes of the part are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes. Raises
-    StorageFault."""
-    part, end, data = taken
-    old = before[end - part.num_bytes : end]
-    piece = np.empty_like(old) if part.coding == "full" else old.copy()
-    try:
-        decode(part.coding, data[0] if len(data) == 1 else _joined(data), piece, part.word)
-    except WeightsFault as error:
-        return error
-    copy.write(end - part.num_bytes, piece)
-    return None
-
-
-def _joined(pieces: Pieces) -> memoryview:
-    """Join pieces like `bytes.join`, but without holding the GIL."""
-    joined, at = np.empty(size_of(pieces), np.uint8), 0
-    for piece in pieces:
-        joined[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-        at += len(piece)
-    return joined.data
 
 
 class _CodedBytes:

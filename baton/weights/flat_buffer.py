@@ -91,18 +91,6 @@ def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str
     return found
 
 
-def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, str]:
-    """Return the digest of each tensor's bytes, by the tensor's name."""
-    ends = list(accumulate(entry.num_bytes for entry in entries))
-
-    def digest(place: tuple[TensorEntry, int]) -> str:
-        entry, end = place
-        return blake3(flat_buffer[end - entry.num_bytes : end].data).hexdigest()
-
-    found = in_order(digest, zip(entries, ends, strict=True), lambda place: place[0].num_bytes)
-    return dict(zip((entry.name for entry in entries), found, strict=True))
-
-
 def pieces(entries: tuple[TensorEntry, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, end, bytes of a word) of each piece of a flat buffer. All words of a piece have the same size."""
     begin = 0

@@ -56,7 +56,7 @@ def write_positions(writer: BitWriter, positions: Ints, n: int) -> None:
 def read_mask(reader: BitReader, n: int) -> Ints:
     """Read a mask of n elements; return the positions of the true elements. Raises WeightsFault for invalid data."""
     if n <= _FEW:
-        return np.flatnonzero(reader.bits(n))
+        return np.flatnonzero(reader.bits(n).view(np.bool_))
     count, is_rest = divmod(reader.number(n + 1), 2)  # `write_positions` writes at most half of the positions
     positions = _read_gaps(reader, count, n) if count else np.empty(0, np.int64)
     if not is_rest:
@@ -107,18 +107,29 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
     _require(ks.max() <= _MAX_K)
     # A gap takes (gap >> k) + 1 unary bits, which is at most gap + 1. The sum of gap + 1 over all gaps is at most n, so
     # a valid code has at most n unary bits.
-    ones = np.flatnonzero(reader.bits(reader.number(n)))
+    ones = np.flatnonzero(reader.bits(reader.number(n)).view(np.bool_))
     _require(ones.size == count)
-    k = np.repeat(ks, _BLOCK)[:count]
-    gaps = np.diff(ones, prepend=-1) - 1
-    gaps <<= k
-    _require(k.sum() <= n)  # `_best_ks` chooses a k above 0 only if k is at most the mean gap of the block
-    bits, at = reader.bits(int(k.sum())), 0
-    for bit in range(int(ks.max())):
-        chosen: Any = slice(None) if ks.min() > bit else np.flatnonzero(k > bit)
-        having = gaps[chosen]
-        gaps[chosen] = having | (bits[at : at + having.size].astype(np.int64) << bit)
-        at += having.size
+    rows = np.zeros((ks.size, _BLOCK), np.int64)
+    """One row for each block of gaps. The last row is padded."""
+    gaps, num_padded = rows.reshape(-1)[:count], ks.size * _BLOCK - count
+    gaps[0] = ones[0]
+    np.subtract(ones[1:], ones[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    rows <<= ks[:, None]
+    num_low = int(ks.sum()) * _BLOCK - int(ks[-1]) * num_padded
+    _require(num_low <= n)  # `_best_ks` chooses a k above 0 only if k is at most the mean gap of the block
+    bits, least, at = reader.bits(num_low), int(ks.min()), int(ks.min()) * count
+    low = np.zeros(rows.shape, np.uint8 if ks.max() <= 8 else np.uint32)
+    weights = (1 << np.arange(least)).astype(low.dtype)
+    low.reshape(-1)[:count] = np.einsum("i,ij->j", weights, bits[:at].reshape(least, count))  # bits that all gaps have
+    for bit in range(least, int(ks.max())):
+        chosen = np.flatnonzero(ks > bit)
+        shifted = np.zeros((chosen.size, _BLOCK), low.dtype)
+        size = shifted.size - (num_padded if ks[-1] > bit else 0)
+        np.left_shift(bits[at : at + size], bit, out=shifted.reshape(-1)[:size], dtype=low.dtype)
+        low[chosen] |= shifted
+        at += size
+    rows |= low
     _require(gaps.max() < n)  # checked before the gaps are summed, so that the sum cannot overflow
     gaps += 1
     positions = np.cumsum(gaps, out=gaps)

@@ -105,9 +105,11 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, list[float]]:
     from baton import clock
     from baton.policy.tensors import weights_digest
     from baton.types import PolicyVersion
+    from baton.weights import sources
     from baton.weights.fetcher import Fetcher
     from baton.weights.store import Store
 
+    source: Callable[[Any], Any] = getattr(sources, "StoreSource", lambda store: store)  # a class of older commits
     torch.set_num_threads(1)
     clock.CODERS = threads  # type: ignore[misc]
     random = torch.Generator().manual_seed(0)
@@ -134,7 +136,7 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, list[float]]:
         with tempfile.TemporaryDirectory(dir=memory) as scratch:
             store = Store(f"{scratch}/store")
             publish = publishing(store, Path(scratch), timed)
-            follower = Fetcher([store])
+            follower = Fetcher([source(store)])
             tempfile.tempdir = scratch  # the follower's files
             for number, (tensors, digest) in enumerate(zip(versions, digests, strict=True)):
                 version = PolicyVersion("benchmark", number, digest)

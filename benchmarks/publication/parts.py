@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ from statistics import median
 import numpy as np
 from blake3 import blake3
 
-from baton.weights.delta import decode, encode
+from baton.weights.delta import decode_blocks, decode_changes, encode
 from baton.weights.version_files import FlatFile
 
 HERE = Path(__file__).parent
@@ -57,8 +58,18 @@ def main() -> None:
     timed("copy of the held version", lambda index: file.bytes[part(index)].copy())
     deltas = [b"".join(encode(new[index], old[index], 2).data) for index in range(NUM_PARTS)]
     wholes = [b"".join(encode(new[index], None, 2).data) for index in range(NUM_PARTS)]
-    timed("copy and decode, delta", lambda index: decode("sparse", deltas[index], old[index].copy(), 2))
-    timed("decode, keyframe", lambda index: decode("full", wholes[index], buffer, 2))
+    timed("decode the changes, delta", lambda index: decode_changes("sparse", deltas[index], old[index], 2))
+    target = FlatFile(Path("/dev/shm"), PART * NUM_PARTS)
+    target.write(0, file.bytes)
+
+    def copy_and_hash(index: int) -> None:
+        digest = blake3()
+        for begin in range(index * PART, (index + 1) * PART, 2**21):
+            np.copyto(target.bytes[begin : begin + 2**21], file.bytes[begin : begin + 2**21])
+            digest.update(target.bytes[begin : begin + 2**21].data)
+
+    timed("copy to another mapped file and hash, 2 MiB at a time", copy_and_hash)
+    timed("decode, keyframe", lambda index: deque(decode_blocks("full", wholes[index], buffer, 2), maxlen=0))
     timed("encode, delta", lambda index: encode(new[index], old[index], 2))
     timed("encode, keyframe", lambda index: encode(new[index], None, 2))
     (HERE / "results" / "parts.json").write_text(json.dumps({**machine(), "seconds_per_gb": found}, indent=1) + "\n")

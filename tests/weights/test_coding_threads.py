@@ -10,13 +10,14 @@ import pytest
 import torch
 import zstandard
 from blake3 import blake3
+from weights_cases import decode
 
 from baton import clock
 from baton.clock import in_order
 from baton.policy.tensors import as_published, weights_digest
 from baton.types import PolicyVersion
 from baton.weights.bitstream import BitWriter
-from baton.weights.delta import decode, encode
+from baton.weights.delta import encode
 from baton.weights.fetcher import Fetcher
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings

@@ -10,10 +10,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weights_cases import decode
 
 from baton.errors import WeightsFault
 from baton.weights.bitstream import BitReader, BitWriter
-from baton.weights.delta import decode, encode
+from baton.weights.delta import encode
 from baton.weights.magnitude_buckets import bucket_limits, magnitudes
 from baton.weights.rice import read_mask, write_mask
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from baton.errors import StorageFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
+from baton.weights.delta import decode_blocks, decode_changes
+from baton.weights.manifest import Coding
 from baton.weights.publisher import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
@@ -119,6 +122,16 @@ class Twisted(Store):
 
 def disk_full(*_: object) -> None:
     raise StorageFault("x cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+
+
+def decode(coding: Coding, coded: bytes, piece: np.ndarray, word: int) -> None:
+    """Decode a part in place: `piece` has the base's bytes before the call, and the decoded bytes after it."""
+    if coding in ("same", "sparse"):
+        changes = decode_changes(coding, coded, piece, word)
+        piece.view(f"u{word}")[changes.positions] += changes.steps
+        return
+    for begin, block in decode_blocks(coding, coded, piece, word):
+        piece[begin : begin + block.size] = block
 
 
 def replaced(data: bytes, **fields: object) -> bytes:
