@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.timing, pytest.mark.slow]
 TIMEOUT_S = 4.0
 """Deadline of each phase of a transfer."""
 LIMIT_S = 60.0
-RESTART_S = 180.0
+RESTART_S = 480.0
 """Deadline of the start of a new replica on a busy machine."""
 LONG = 10**6
 """Tokens of a response that is never finished."""
@@ -193,7 +193,7 @@ class Run:
         end_s, later = time.monotonic() + RESTART_S, number
         while True:
             self.port.load_weights(tensors(later), version(later))
-            pause_s = time.monotonic() + min(0.2 * (later - number + 1), TIMEOUT_S)
+            pause_s = time.monotonic() + min(0.5 * (later - number + 1), LIMIT_S)
             while self.serving != [0, 1] and time.monotonic() < pause_s:
                 self.pump()
             if self.serving == [0, 1]:
