@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from baton.clock import call_within
+from baton.clock import call_within, time_left
 from baton.cost.fit import Measurement
 from baton.errors import EngineFault
 from baton.policy.load import load_model, torch_device, torch_dtype
@@ -108,8 +108,8 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
 def _median(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
     """Return the medians of several calls of `_timed`."""
     runs: list[tuple[float, float]] = []
-    until_s = time.perf_counter() + POINT_S
-    while len(runs) < REPEATS and (not runs or time.perf_counter() < until_s):
+    left_s = time_left(POINT_S)
+    while len(runs) < REPEATS and (not runs or left_s() > 0):
         runs.append(_timed(engine, batch, context, first + batch * len(runs), steps))
     return statistics.median(prefill for prefill, _ in runs), statistics.median(decode for _, decode in runs)
 
