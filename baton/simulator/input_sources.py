@@ -23,7 +23,7 @@ from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
-from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
+from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, rewards_differ, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
 from baton.specs.plan import Plan, Replica
@@ -303,7 +303,7 @@ def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
         RecordedGroup(
             len(group.members[0].trajectory.prompt_ids),
             tuple(max(1, member.trajectory.num_tokens) for member in group.members),
-            len({member.judgement.reward for member in group.members}) > 1,
+            rewards_differ(group),
         )
         for group in groups
     )

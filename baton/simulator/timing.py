@@ -130,9 +130,13 @@ class TrainSpeed:
         for group in groups:
             lengths = token_counts(group)
             own_s = self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
-            has_advantages = len({member.judgement.reward for member in group.members}) > 1
-            total_s += own_s if has_advantages else self.zero_advantage * own_s
+            total_s += own_s if rewards_differ(group) else self.zero_advantage * own_s
         return total_s
+
+
+def rewards_differ(group: Group) -> bool:
+    """Return whether the trajectories of a group have advantages. Members that could not be scored do not count."""
+    return len({member.judgement.reward for member in group.members if member.judgement.is_judged}) > 1
 
 
 def token_counts(group: Group) -> list[int]:

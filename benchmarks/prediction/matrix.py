@@ -108,6 +108,28 @@ def with_own_lengths(directory: Path, calibration: Path) -> list[dict[str, Any]]
     return list(map(msgspec.to_builtins, compare(predictions, read_metrics(directory))))
 
 
+def train_steps(directory: Path) -> list[dict[str, float]]:
+    """Return the time and the tokens of each train step of a run."""
+    from baton.records.metrics import read_metrics
+    from baton.records.run_directory import RunDirectory
+    from baton.simulator.timing import rewards_differ, token_counts
+
+    opened, found = RunDirectory.open(directory), []
+    for row in (each for each in read_metrics(directory) if "time/train" in each):
+        groups = opened.groups(int(row["step"]))
+        taught = list(filter(rewards_differ, groups))
+        found.append(
+            {
+                "step": row["step"],
+                "train_s": row["time/train"],
+                "tokens": sum(sum(token_counts(group)) for group in groups),
+                "groups_with_advantages": len(taught),
+                "tokens_with_advantages": sum(sum(token_counts(group)) for group in taught),
+            }
+        )
+    return found
+
+
 def measure(case: str, note: str) -> None:
     """Profile a case and run it once, and append its comparison."""
     recipe, overrides = CASES[case][0], [*ALWAYS[CASES[case][0]], *CASES[case][1]]
@@ -127,6 +149,7 @@ def measure(case: str, note: str) -> None:
         "overrides": overrides,
         "predictions": report["predictions"],
         "with_own_lengths": with_own_lengths(ROOT / "runs" / f"matrix-{case}", calibration),
+        "train_steps": train_steps(ROOT / "runs" / f"matrix-{case}"),
     }
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
