@@ -158,7 +158,7 @@ def row_distances(inputs: LossInputs, is_current: torch.Tensor) -> torch.Tensor:
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     worst = diff.abs().max(-1)
-    return torch.stack([t.double() for t in (is_current.sum(-1), k3(-diff).sum(-1), *worst)], -1)
+    return torch.stack([t.float() for t in (is_current.sum(-1), k3(-diff).sum(-1), *worst)], -1)
 
 
 def weights(inputs: LossInputs) -> torch.Tensor:

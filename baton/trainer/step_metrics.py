@@ -68,21 +68,24 @@ class Totals:
         self,
         tokens: TokenSums[torch.Tensor],
         distance: BehaviorDistance[torch.Tensor],
+        rows: torch.Tensor,
         *,
         num_tokens: int,
         num_places: int,
-    ) -> float:
-        """Add the sums of one microbatch and return its loss as a number. Synchronises with the device."""
-        numbers = _numbers((*tokens, *distance))
+    ) -> tuple[float, list[list[float]]]:
+        """Add the sums of one microbatch. Return its loss and its `row_distances` as numbers. Waits once for the
+        device."""
+        numbers = _numbers((*tokens, *distance, rows))
         found = TokenSums(*numbers[: len(tokens)])
-        apart = BehaviorDistance(*numbers[len(tokens) :])
+        apart = BehaviorDistance(*numbers[len(tokens) : len(tokens) + len(distance)])
+        of_rows = numbers[len(tokens) + len(distance) :]
         self.tokens = TokenSums(*map(add, self.tokens, found))
         max_diff = max(self.distance.max_diff, apart.max_diff)
         self.distance = BehaviorDistance(*map(add, self.distance, apart))._replace(max_diff=max_diff)
         self.real += num_tokens
         self.places += num_places
         self.largest = max(self.largest, num_places)
-        return found.loss
+        return found.loss, [of_rows[i : i + rows.shape[1]] for i in range(0, rows.numel(), rows.shape[1])]
 
     def add_values(self, sums: ValueSums[torch.Tensor]) -> None:
         self.values = ValueSums(*map(add, self.values, _numbers(sums)))
@@ -151,7 +154,7 @@ class Totals:
         return found
 
 
-def _numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Copy scalars from their device in one transfer."""
-    found: list[float] = torch.stack([scalar.float() for scalar in scalars]).tolist()
+def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Copy the elements of all tensors from their device in one transfer."""
+    found: list[float] = torch.cat([tensor.float().flatten() for tensor in tensors]).tolist()
     return found

@@ -83,7 +83,7 @@ class Update:
     longest: int
     """Maximum length of an episode in policy tokens."""
     has_agreed: bool = False  # whether engine and trainer have agreed in an earlier step of this process
-    compared: list[tuple[MicroBatch, torch.Tensor]] = field(default_factory=list)
+    compared: list[tuple[MicroBatch, list[list[float]]]] = field(default_factory=list)
     """Microbatches before the first update, and their `row_distances`."""
     trouble: str | None = None
     """Description of the first number that is not finite, or of an excessive mismatch; None if there is none. The error
@@ -95,7 +95,8 @@ class Update:
         for each in (one for part in prepared for one in part):
             if (proximal := each.fixed.proximal_logprobs) is not None:
                 is_current = each.micro.policy_versions == self.step - 1
-                self.compared.append((each.micro, row_distances(each.micro.loss_inputs(proximal), is_current)))
+                rows = row_distances(each.micro.loss_inputs(proximal), is_current)
+                self.compared.append((each.micro, rows.tolist()))
         self._raise_if_diverged()
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
@@ -193,8 +194,6 @@ class Update:
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
         distance = behavior_distance(inputs, is_current)
-        if not self.totals.grad_norms:
-            self.compared.append((micro, row_distances(inputs, is_current)))
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
         if each.fixed.reference_logprobs is not None:
@@ -222,7 +221,10 @@ class Update:
         num_tokens = micro.num_tokens - micro.inputs.num_repeated
         # An idle microbatch (filler for a rank with fewer rows) counts too, because a forward pass computes its tokens.
         num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
-        value = self.totals.add(sums, distance, num_tokens=num_tokens, num_places=num_places)
+        rows = row_distances(inputs, is_current)
+        value, of_rows = self.totals.add(sums, distance, rows, num_tokens=num_tokens, num_places=num_places)
+        if not self.totals.grad_norms:
+            self.compared.append((micro, of_rows))
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
     def _value_loss(self, each: PreparedMicroBatch, scores: TokenScores) -> torch.Tensor:
@@ -256,7 +258,7 @@ class Update:
     def _raise_if_diverged(self) -> None:
         rows = []
         for micro, distances in self.compared:
-            for row, (current, mismatch, max_diff, place) in zip(micro.rows, distances.tolist(), strict=False):
+            for row, (current, mismatch, max_diff, place) in zip(micro.rows, distances, strict=False):
                 if current:
                     token = int(place) + micro.inputs.first - row.prompt_length
                     rows.append((Suspect(row.name, row.path, token), current, mismatch, max_diff))

@@ -239,7 +239,7 @@ def check_placed(judges: dict[str, str], plan: Plan, inputs: Inputs, nodes: dict
 def test_the_reward_stage_of_other_plans_is_carried_out_too(judges: dict[str, str], option: str) -> None:
     CASES.clear()
 
-    @settings(max_examples=30)
+    @settings(max_examples=30 if ALL else 15)
     @given(questions(), st.data())
     def each_fits(question: tuple[Inputs, dict[str, tuple[str, int]]], data: st.DataObject) -> None:
         inputs, _ = question
@@ -253,7 +253,7 @@ def test_the_reward_stage_of_other_plans_is_carried_out_too(judges: dict[str, st
 
     each_fits()
     print(json.dumps(dict(sorted(CASES.items())), indent=1))
-    assert CASES["a reward stage"] >= 4, CASES
+    assert CASES["a reward stage"] >= (4 if ALL else 2), CASES
 
 
 def check_other_plan(judges: dict[str, str], option: str, inputs: Inputs, data: st.DataObject) -> None:
@@ -367,18 +367,12 @@ def plan_for(inputs: Inputs) -> Plan:
     return plan_with_reward(inputs, time_limit_s=math.inf)[0]
 
 
-@settings(max_examples=50 if ALL else 8)
-@given(questions())
-def test_a_plan_for_the_idealised_trainer_is_refused_by_the_launcher(
-    question: tuple[Inputs, dict[str, tuple[str, int]]],
-) -> None:
-    inputs, nodes = question
-    there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
-    work = msgspec.structs.replace(inputs.work, trainer="idealised", reward_model=None)
-    try:
-        plan = make_plan(msgspec.structs.replace(inputs, work=work), time_limit_s=math.inf)
-    except UserError:
-        return
+def test_a_plan_for_the_idealised_trainer_is_refused_by_the_launcher() -> None:
+    nodes = [{"gpu": gpu, "gpus": 2, "name": gpu} for gpu in GPUS[:2]]
+    cluster = ClusterSettings.model_validate({"name": "two", "links": {"inter_node_gb_per_s": 50}, "nodes": nodes})
+    load = {"groups": 4, "group_size": 8, "prompt_tokens": {"mean": 100}, "output_tokens": {"mean": 500}}
+    work = msgspec.structs.replace(WorkloadSettings.model_validate(load).build(), trainer="idealised")
+    plan = make_plan(Inputs(cluster.build(), MODELS["0.5B"], work), time_limit_s=math.inf)
     assert plan.limits[-1].startswith("the plan is for comparison")
     with pytest.raises(UserError, match="idealised trainer"):
-        place(plan, there)
+        place(plan, machines([row(gpu, CPU=8, **{f"gpu_type_{gpu}": 2}) for gpu in GPUS[:2]]))
