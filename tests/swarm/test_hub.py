@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(
     verdict = violation("forged logprobs")
     for number in range(MAX_QUARANTINED):
         worker = f"{number}", "0/0@1", verdict, (), (), 0, 1, 1, digest_of(banned), f"banned#{number}"
-        bench.verifier.quarantine.add(QuarantineRecord(*worker))
+        bench.in_hub(partial(bench.verifier.quarantine.add, QuarantineRecord(*worker)))
     before, denied = state(bench), 0
     unknown = "baton_worker_" + "A" * 43
     for route, roles in ROUTES.items():
