@@ -22,6 +22,7 @@ from baton.weights import flat_buffer, version_writer
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import Chunk, Encoding, encode_manifest
 from baton.weights.version_files import FlatFile
+from tests.all_cases import ALL
 
 pytestmark = pytest.mark.timing
 
@@ -53,7 +54,7 @@ def several_sizes(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return policy(seed, dtype) | more | {"c": torch.randn(300, generator=random_, dtype=torch.float64)}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 if ALL else 25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     densities=st.lists(st.sampled_from([0.0, 0.002, 0.02, 0.06, 0.2, 1.0]), min_size=4, max_size=9),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
