@@ -43,7 +43,9 @@ def excessive_mismatch(rows: Sequence[RowMismatch], settings: TrainerSettings, *
     ):
         if value > limit:
             suspects = []
-            for worst, own_current, own_mismatch, max_diff in sorted(rows, key=lambda row: -row[2]):
+            # first the rows that any cause includes, then those whose removal lowers the mean most
+            ordered = sorted(rows, key=lambda row: (row[3] <= diff_limit, kl_limit * row[1] - row[2]))
+            for worst, own_current, own_mismatch, max_diff in ordered:
                 if max_diff > diff_limit or mismatch > kl_limit * current:
                     suspects.append(worst)
                     current, mismatch = current - own_current, mismatch - own_mismatch

@@ -112,6 +112,11 @@ def test_the_names_survive_the_way_from_a_rank():
         ([(10.0, 90.0, 4.0), (2.0, 3.0, 4.0), (10.0, 1.0, 1.0)], [0]),
         # one token that is far too unlikely, in a row with a small KL
         ([(10.0, 9.0, 4.0), (10.0, 1.0, 16.0), (10.0, 1.0, 1.0)], [1]),
+        # mean KL 210 / 202 = 1.04; without the second row 160 / 200 = 0.8: the first row has most nats, but the mean of
+        # its tokens is below the limit
+        ([(200.0, 160.0, 4.0), (2.0, 50.0, 4.0)], [1]),
+        # mean KL 90 / 80 = 1.1; without the token that is far too unlikely 60 / 70 = 0.86
+        ([(10.0, 60.0, 4.0), (10.0, 30.0, 16.0), (60.0, 0.0, 1.0)], [1]),
     ],
 )
 def test_the_smallest_cause_is_named(rows, expected):
