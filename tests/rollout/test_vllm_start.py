@@ -1,4 +1,5 @@
-"""A start of vLLM that fails after vLLM's processes have started ends them. The client and vLLM are fakes."""
+"""vLLM's processes end if the start fails after they have started, or if a transfer of weights cannot be closed. The
+client and vLLM are fakes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 from baton.errors import EngineFault
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.vllm import engine as vllm_engine
-from baton.rollout.engines.vllm.engine import vllm_of_model
+from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model
 from baton.types import PolicyVersion
 from baton.weights.direct.settings import DirectTransfer
 
@@ -49,4 +50,17 @@ def test_an_engine_that_cannot_receive_weights_directly_ends(small: Any, monkeyp
             attention="sdpa",
             direct=DirectTransfer("gloo", versions=versions),
         )
+    assert client.num_closed == 1
+
+
+def test_an_engine_whose_transfer_of_weights_cannot_be_closed_ends() -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    client: Any = Client()
+    skeleton: Any = SimpleNamespace(model=SimpleNamespace(state_dict=lambda keep_vars: {}), end_ids=(1,), text=str)
+    engine = VllmEngine(client, skeleton, None, EngineSettings(kind="vllm"), PolicyVersion("a", 0))
+    engine.direct = SimpleNamespace(close=fail)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="new thread"):
+        engine.close()
     assert client.num_closed == 1

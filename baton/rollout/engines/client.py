@@ -98,7 +98,7 @@ class EngineClient(ABC):
         """Request key → task that reads the request's stream. Only the loop's thread accesses this dict."""
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="engine client", daemon=True)
+        self._thread = Thread(target=self._run_loop, name="engine client", daemon=True)
         self._thread.start()
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
@@ -139,7 +139,7 @@ class EngineClient(ABC):
         """Raise EngineFault if the program has exited."""
 
     def close(self) -> None:
-        """Abort all requests and stop the event loop. May be called twice."""
+        """Abort all requests, and stop and close the event loop. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -149,6 +149,12 @@ class EngineClient(ABC):
         self._thread.join(self._close_s)
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     @abstractmethod
     async def _stop(self) -> None: ...

@@ -160,9 +160,11 @@ class VllmEngine(ExternalEngine[VllmClient]):
         super()._fill_slots()
 
     def close(self) -> None:
-        if self.direct is not None:
-            self.direct.close()
-        super().close()
+        try:
+            if self.direct is not None:
+                self.direct.close()
+        finally:
+            super().close()
 
     def metrics(self) -> dict[str, float]:
         before, self._sent_bytes = self._sent_bytes, 0 if self.direct is None else self.direct.sent_bytes
