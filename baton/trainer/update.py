@@ -223,7 +223,8 @@ class Update:
         num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
         rows = row_distances(inputs, is_current)
         value, of_rows = self.totals.add(sums, distance, rows, num_tokens=num_tokens, num_places=num_places)
-        if not self.totals.grad_norms:
+        is_compared = algorithm.num_updates > 1 and each.fixed.proximal_logprobs is not None  # by `compare`
+        if not self.totals.grad_norms and not is_compared:
             self.compared.append((micro, of_rows))
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 

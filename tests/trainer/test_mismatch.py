@@ -128,3 +128,15 @@ def test_the_smallest_cause_is_named(rows, expected):
         assert text is None
     else:
         assert [one.name for one in TrainingDiverged(text).suspects] == [f"{index}/0" for index in expected]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_mean_of_a_batch_is_compared_and_not_the_mean_of_its_first_minibatch(order):
+    """A batch whose mean is within the limit is trained, whichever minibatch has the larger mean."""
+    near = make_group(0, (1.0, 0.0), [[policy(*range(4, 24))], [policy(*range(24, 44))]])
+    far = make_group(1, (1.0, 0.0), [[policy(5, logprob=-40.0)], [policy(6)]])
+    batch = Batch(1, tuple((near, far)[place] for place in order))
+    found = make_trainer(num_minibatches=2).step(batch)["policy/mismatch_kl"]
+    trainer = make_trainer(num_minibatches=2, max_mismatch_kl=(0.01, 1.01 * found))
+    trainer.step(batch)
+    assert trainer.version.number == 1
