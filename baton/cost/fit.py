@@ -117,7 +117,7 @@ def _fit_train(
 ) -> Efficiency:
     """Fit training by linear least squares: a step takes `overhead + forward / share + backward · forward / share`,
     where `forward` is the time of the forward pass at peak FLOP/s and `share` is `Efficiency.train`. If all points have
-    the same `trained_share`, `backward` cannot be identified and keeps its value."""
+    the same `trained_share`, or if the share has no effect, `backward` cannot be identified and keeps its value."""
     if not points:
         return place.efficiency
     given = place.efficiency.backward
@@ -127,7 +127,7 @@ def _fit_train(
         tried = msgspec.structs.replace(place, efficiency=bare.model_copy(update={"backward": backward}))
         return np.array([predicted_s(model, work, tried, devices, point) for point in points])
 
-    is_told = len({point.trained_share for point in points}) > 1
+    is_told = len({point.trained_share for point in points}) > 1 and not work.backwards_all
     columns = [times(0.0), times(1.0) - times(0.0)] if is_told else [times(given)]
     seconds = np.array([point.seconds for point in points])
     overhead_s, slower, *rest = _least_squares([np.ones(len(points)), *columns], seconds)

@@ -61,8 +61,9 @@ class RowShares(msgspec.Struct, frozen=True):
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
     """Return the time of a train step as a number of forward passes over the batch. A backward pass counts as
     `backward` forward passes, recomputation as one."""
-    forward = 1.0 if work.forwards_all else work.trained_share
-    update = work.epochs * (forward + work.trained_share * (backward + work.recompute))
+    trained = 1.0 if work.backwards_all else work.trained_share
+    forward = 1.0 if work.forwards_all else trained
+    update = work.epochs * (forward + trained * (backward + work.recompute))
     others = forward * (work.has_proximal_forward + work.has_reference + work.has_critic)
     return update * (1 + work.has_critic) + others
 

@@ -93,9 +93,12 @@ class Workload(msgspec.Struct, frozen=True):
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Share of trajectories with a nonzero advantage. Other trajectories need no backward pass."""
+    """Share of trajectories whose group has unequal rewards. Other trajectories need no backward pass, unless
+    `backwards_all` is set."""
     forwards_all: bool = True
     """Whether the trainer also computes a forward pass for trajectories whose advantage is zero."""
+    backwards_all: bool = False
+    """Whether trajectories of groups with equal rewards get a gradient, for example of a KL term."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False

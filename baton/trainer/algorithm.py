@@ -168,6 +168,12 @@ class AlgorithmSettings(Settings):
         return not (self.has_loss_kl or self.entropy_coef or self.advantage == "gae")
 
     @property
+    def trains_equal_rewards(self) -> bool:
+        """Return whether trajectories get a gradient if all rewards of their group are equal."""
+        is_zero = self.advantage in GROUP_RELATIVE and not (self.has_reward_kl or self.normalize_advantages)
+        return not (self.is_flat and is_zero)
+
+    @property
     def needs_all_tokens(self) -> bool:
         """Return whether an update depends on the logprobs of episodes whose advantages are all 0."""
         return not self.is_flat or self.needs_model_for_advantages or self.correction == "second_moment"

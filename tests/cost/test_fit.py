@@ -49,7 +49,8 @@ def test_a_core_with_matrix_instructions_is_faster_than_the_peak_of_the_catalogu
 
 
 def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
-    """A backward pass takes as long as 3 forward ones. Without half-taught batches it counts as the 2 it is given."""
+    """A backward pass takes as long as 3 forward ones. Without half-taught batches it counts as the 2 it is given; also
+    if untaught rows have a backward pass, so that such batches take no less time."""
     work = msgspec.structs.replace(WORK, has_proximal_forward=False, recompute=False)
     true = IDEAL.model_copy(update={"train": 0.3, "backward": 3.0, "train_overhead_s": 0.01})
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
@@ -59,6 +60,11 @@ def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
     found, _ = fit(MODEL, work, start, 2, points)
     assert (found.backward, found.train) == (pytest.approx(3.0, rel=0.05), pytest.approx(0.3, rel=0.05))
     assert fit(MODEL, work, start, 2, points[::2])[0].backward == 2.0
+    work = msgspec.structs.replace(work, backwards_all=True)
+    points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, work, hidden, 2, p)) for p in asked]
+    found, shown = fit(MODEL, work, start, 2, points)
+    assert found.backward == 2.0
+    assert all(point.predicted_s == pytest.approx(point.seconds) for point in shown)
 
 
 def test_one_sequence_alone_tells_the_fixed_time_of_a_prefill() -> None:
@@ -94,3 +100,5 @@ def test_rows_without_an_advantage_go_forward_only() -> None:
     assert forward_passes(half, 3.0) == 1 + 0.5 * 3
     skipped = msgspec.structs.replace(half, has_proximal_forward=True, forwards_all=False)
     assert forward_passes(skipped) == 0.5 * (1 + 2) + 0.5 * 1
+    with_kl = msgspec.structs.replace(half, backwards_all=True, has_reference=True)
+    assert forward_passes(with_kl) == 1 + 2 + 1

@@ -11,7 +11,7 @@ import pytest
 from baton.cost.efficiency import CalibrationSettings
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
-from baton.recipe.workload import read_settings, read_workload
+from baton.recipe.workload import read_settings, read_workload, recipe_workload
 from baton.rewards.settings import RewardSettings
 from baton.simulator.input_sources import RecipeSource, SimulationOptions
 from baton.simulator.predictions import simulated_predictions
@@ -19,6 +19,7 @@ from baton.simulator.run import RunOptions, simulate
 from baton.simulator.timing import train_speed
 from baton.specs.model import read_model
 from baton.specs.workload import Workload, constant
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.types import (
     FinishReason,
     Group,
@@ -74,12 +75,15 @@ def test_predictions_are_means_over_the_steps_that_a_comparison_includes(
     assert found.of("generation")
 
 
-@pytest.mark.parametrize(("forwards_all", "zero_advantage"), [(True, 1 / 4), (False, 0.0)])
+@pytest.mark.parametrize(
+    ("passes", "zero_advantage"),
+    [({}, 1 / 4), ({"forwards_all": False}, 0.0), ({"backwards_all": True}, 1.0)],
+)
 def test_groups_without_advantages_take_less_time_to_train(
-    forwards_all: bool, zero_advantage: float, small: Any
+    passes: dict[str, bool], zero_advantage: float, small: Any
 ) -> None:
     """One forward pass instead of a forward pass, a recomputation, and a backward pass that counts as two."""
-    work = Workload("w", 4, 2, constant(10), constant(30), trained_share=0.75, forwards_all=forwards_all)
+    work = Workload("w", 4, 2, constant(10), constant(30), trained_share=0.75, **passes)  # type: ignore[arg-type]
     work = msgspec.structs.replace(work, has_proximal_forward=False, recompute=True)
     speed = train_speed(read_model(small.model), work, 10.0, 1.0)
 
@@ -95,3 +99,24 @@ def test_groups_without_advantages_take_less_time_to_train(
     assert other_s == pytest.approx(zero_advantage * taught_s)
     assert speed.step_s([taught, other, taught, taught]) == pytest.approx(11.0)  # an average batch
     assert speed.step_s([]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "all_rows"),
+    [
+        ({}, False),
+        ({"kl_coef": 0.1, "kl_in": "loss"}, True),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, True),
+        ({"normalize_advantages": True}, True),
+        ({"name": "rloo"}, False),
+        ({"entropy_coef": 0.1}, True),
+        ({"name": "ppo"}, True),
+        ({"name": "reinforce_pp"}, True),
+    ],
+)
+def test_rows_with_equal_rewards_have_a_backward_pass_if_their_loss_has_a_gradient(
+    changes: dict[str, Any], all_rows: bool, small: Any
+) -> None:
+    algorithm = AlgorithmSettings(**changes)
+    recipe = load_recipe(Recipe, small.recipe).model_copy(update={"algorithm": algorithm})
+    assert recipe_workload(recipe).backwards_all == all_rows
