@@ -12,14 +12,16 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from baton.cluster.inventory import DescribedCluster, describe, machines
-from baton.errors import UserError, first_line
+from baton.errors import BatonError, RankLost, UserError, first_line
 from baton.recipe.load import load_recipe
 from baton.specs.cluster import ClusterSettings
+from baton.trainer.parallel.messages import HOW_TO_GO_ON
 
 _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
@@ -29,6 +31,19 @@ START_DEADLINE_S: Final = 120.0
 GET_S: Final = 60.0
 """Maximum seconds to fetch a result that Ray reports as ready. The fetch may hang, because the machine with the result
 may have failed in the meantime."""
+
+
+@contextmanager
+def calling_ray() -> Iterator[None]:
+    """Raise RankLost if a call of Ray itself fails in this context. Without its head, Ray raises errors of several
+    types. Baton's own errors pass unchanged."""
+    try:
+        yield
+    except BatonError:
+        raise
+    except Exception as error:
+        cause = first_line(error)[:200]
+        raise RankLost(f"the connection to the Ray cluster was lost: {cause}; {HOW_TO_GO_ON}") from error
 
 
 class RayCluster:
@@ -68,8 +83,9 @@ class RayCluster:
         found: str = self.ray.util.get_node_ip_address()
         return found
 
+    @calling_ray()
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per node with the facts that Ray reports about the node."""
+        """Return one row per node with the facts that Ray reports about the node. Raises RankLost (`calling_ray`)."""
         found: list[dict[str, Any]] = self.ray.nodes()
         return found
 
@@ -77,6 +93,7 @@ class RayCluster:
         """Return the ids of the nodes that Ray considers alive. Ray detects a power failure only after a delay."""
         return frozenset(row["NodeID"] for row in self.rows() if row["Alive"])
 
+    @calling_ray()
     def run_on(self, node: str, function: Callable[..., Any], *arguments: object) -> Any:
         """Run a function on a node; return the Ray future of its result."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -84,8 +101,10 @@ class RayCluster:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         return self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(function).remote(*arguments)
 
+    @calling_ray()
     def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
-        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds."""
+        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds. Raises
+        RankLost (`calling_ray`)."""
         futures = {node: self.run_on(node, _answer) for node in nodes}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:
@@ -93,6 +112,7 @@ class RayCluster:
             if not {node for node, future in futures.items() if future in waiting} & self.alive():
                 return
 
+    @calling_ray()
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
         """Request a placement group with bundles of (node id, resources). Ray grants either all bundles or none. If
         resources are missing, Ray grants the bundles later or never."""
@@ -106,10 +126,11 @@ class RayCluster:
         )
 
     def release(self, group: Any) -> None:
-        """Release a placement group, which ends its actors."""
+        """Release a placement group, which ends its actors. Has no effect if the connection is lost."""
         from ray.util import remove_placement_group
 
-        remove_placement_group(group)
+        with suppress(Exception):
+            remove_placement_group(group)
 
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
         """Return the options of an actor in a bundle of a placement group. An actor that does not request the resource

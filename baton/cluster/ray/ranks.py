@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 from baton.cluster.inventory import Machine
 from baton.cluster.placement import ProcessSpec
 from baton.cluster.ray.actors import PIECE_BYTES, RankActor
-from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster
+from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster, calling_ray
 from baton.errors import Fault, RankLost, first_line
 from baton.files import writing
 from baton.trainer.parallel.messages import (
@@ -43,17 +43,18 @@ class RayRanks:
         actor_class = cluster.ray.remote(RankActor)
         try:
             self._await_group(machines)
-            for rank, spec in enumerate(specs):
-                # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
-                gpu = None if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
-                info = RankInfo(rank=rank, size=len(specs), threads=spec.threads, device_index=gpu)
-                actor = actor_class.options(**cluster.options(self.group, rank, spec.resources, spec.threads))
-                address = machines[spec.machine].address
-                self._actors.append(actor.remote(encode(info), str(Path.cwd()), address))
-            pids = [actor.pid.remote() for actor in self._actors]
-            self.pids: list[int] = self._gather(pids, "Place", START_DEADLINE_S)
-            visible = [actor.visible.remote() for actor in self._actors]
-            self.visible: list[dict[str, str]] = self._gather(visible, "Visible", START_DEADLINE_S)
+            with calling_ray():
+                for rank, spec in enumerate(specs):
+                    # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
+                    gpu = None if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
+                    info = RankInfo(rank=rank, size=len(specs), threads=spec.threads, device_index=gpu)
+                    actor = actor_class.options(**cluster.options(self.group, rank, spec.resources, spec.threads))
+                    address = machines[spec.machine].address
+                    self._actors.append(actor.remote(encode(info), str(Path.cwd()), address))
+                pids = [actor.pid.remote() for actor in self._actors]
+                visible = [actor.visible.remote() for actor in self._actors]
+            self.pids: list[int] = self._gather(lambda: pids, "Place", START_DEADLINE_S)
+            self.visible: list[dict[str, str]] = self._gather(lambda: visible, "Visible", START_DEADLINE_S)
             """For each rank, the environment variable that restricts a process to its GPU."""
         except BaseException:
             self.close()
@@ -61,13 +62,12 @@ class RayRanks:
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         encoded = encode(message)
-        try:
+
+        def call() -> list[Any]:
             data = self._cluster.ray.put(encoded)  # once, so that Ray sends it to each machine once
-            futures = [actor.handle.remote(data) for actor in self._actors]
-        except Exception as error:
-            self.close()
-            raise self._disconnected(error) from error
-        answers = self._gather(futures, type(message).__name__, timeout_s)
+            return [actor.handle.remote(data) for actor in self._actors]
+
+        answers = self._gather(call, type(message).__name__, timeout_s)
         return [decode_from_rank(answer) for answer in answers]
 
     def bring(self, path: str) -> Path:
@@ -78,8 +78,9 @@ class RayRanks:
         try:
             with writing(Path(name)), os.fdopen(handle, "wb") as file:
                 while True:
-                    future = self._actors[0].take.remote(path, file.tell())
-                    piece = self._gather([future], "bring a version", START_DEADLINE_S)[0]
+                    (piece,) = self._gather(
+                        lambda: [self._actors[0].take.remote(path, file.tell())], "bring a version", START_DEADLINE_S
+                    )
                     file.write(memoryview(piece))
                     if len(piece) < PIECE_BYTES:
                         return Path(name)
@@ -95,9 +96,9 @@ class RayRanks:
         for actor in actors:
             with suppress(Exception):
                 ray.kill(actor)
-        with suppress(Exception):  # the connection to the cluster may be lost
-            self._cluster.release(self.group)
+        self._cluster.release(self.group)
 
+    @calling_ray()
     def _await_group(self, machines: Mapping[str, Machine]) -> None:
         ready, until_s = self.group.ready(), time.monotonic() + START_DEADLINE_S
         while not self._cluster.ray.wait([ready], timeout=1.0)[0]:
@@ -112,18 +113,18 @@ class RayRanks:
                     "another user of the cluster holds them"
                 )
 
-    def _gather(self, futures: list[Any], what: str, timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks. If a rank is lost, does not answer or reports a fault, close all actors and
-        raise the same errors as `Ranks.ask`."""
+    def _gather(self, call: Callable[[], list[Any]], what: str, timeout_s: float) -> list[Any]:
+        """Return the answers of all ranks. call: calls the ranks' actors, and returns the Ray futures. If a rank is
+        lost, does not answer or reports a fault, close all actors and raise the same errors as `Ranks.ask`."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         try:
+            with calling_ray():
+                futures = call()
             while len(answers) < len(futures):
                 waiting = {future: rank for rank, future in enumerate(futures) if rank not in answers}
-                try:
+                with calling_ray():
                     ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
-                except Exception as error:
-                    raise self._disconnected(error) from error
                 if not ready:
                     names = ", ".join(self._name(rank) for rank in waiting.values())
                     raise RankLost(f"trainer {names} did not answer {what} in {timeout_s:.0f} s; {HOW_TO_GO_ON}")
@@ -137,6 +138,7 @@ class RayRanks:
             raise cause_of(lost, reported) from lost
         return [answers[rank] for rank in range(len(futures))]
 
+    @calling_ray()
     def _get(self, future: Any, rank: int) -> Any:
         try:
             return self._cluster.ray.get(future, timeout=GET_S)
@@ -144,10 +146,6 @@ class RayRanks:
             raise RankLost(f"trainer {self._name(rank)} cannot continue: {error.cause}; {HOW_TO_GO_ON}") from error
         except self._cluster.ray.exceptions.RayError as error:
             raise RankLost(f"trainer {self._name(rank)} was lost: {first_line(error)[:200]}; {HOW_TO_GO_ON}") from error
-
-    def _disconnected(self, error: Exception) -> RankLost:
-        """Return the error for a failed call of Ray itself. Without its head, Ray raises errors of several types."""
-        return RankLost(f"the connection to the Ray cluster was lost: {first_line(error)[:200]}; {HOW_TO_GO_ON}")
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._specs[rank].machine}"

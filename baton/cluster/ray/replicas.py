@@ -8,7 +8,7 @@ a whole: each call of its first actor also checks its other actors, and `close` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import Condition, Event, Lock
 from typing import Any, Final
 
@@ -17,8 +17,8 @@ import msgspec
 from baton.clock import time_left
 from baton.cluster.inventory import CPU, Machine
 from baton.cluster.placement import ProcessPart, ProcessSpec
-from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster
-from baton.errors import DeadlineExceeded, EngineFault, first_line
+from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster, calling_ray
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 from baton.rollout.engines.client import START_TIMEOUT_S
 from baton.rollout.engines.vllm.remote import CHECK, Done, RemoteReplica, ReplicaServer, encode
 from baton.rollout.processes.protocol import Start
@@ -76,8 +76,9 @@ class RayReplicas:
     def close(self) -> None:
         """End all waits for machines, and all actors."""
         self._closed.set()
-        for actor in self._actors:
-            actor.close()
+        with ExitStack() as closing:
+            for actor in self._actors:
+                closing.callback(actor.close)
 
     def _begin(self, index: int, start: Start) -> _RayReplica:
         spec, vllm, left_s = self._specs[index], start.settings["vllm"], time_left(RETURN_S)
@@ -119,7 +120,7 @@ class _RayReplica(RemoteReplica):
         server: type[ReplicaServer],
         start: Start,
     ) -> None:
-        """Request the actors, which then start vLLM."""
+        """Request the actors, which then start vLLM. Raises RankLost if Ray itself fails (`calling_ray`)."""
         super().__init__(f"{spec.name} on {' and '.join(spec.machines)}", start)
         self._cluster, self._spec = cluster, spec
         self._is_closed, self._num_calls, self._changed = False, 0, Condition()
@@ -127,22 +128,28 @@ class _RayReplica(RemoteReplica):
         the number is 0."""
         parts: tuple[ProcessSpec | ProcessPart, ...] = (spec, *spec.further)
         bundles = [(machine.id, part.resources) for machine, part in zip(machines, parts, strict=True)]
+        host, nodes = machines[0].address, [start]
+        if spec.further:
+            nodes = [_start_of_node(start, index, len(parts), host) for index in range(len(parts))]
         self._group = cluster.reserve(bundles, f"baton-{spec.name}")
         self._further: list[_Further] = []
         self._checking = Lock()
-        host = machines[0].address
-        self._actors = []
-        for index, (machine, part) in enumerate(zip(machines, parts, strict=True)):
-            options = cluster.options(self._group, index, part.resources, part.threads)
-            if spec.further:  # otherwise 127.0.0.1 (`set_up_environment`)
-                options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] = machine.address
-            self._actors.append(cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote())
-        # if a replica has several machines, Ray passes the port of the first actor to all its actors
-        port = self._actors[0].free_port.remote(host) if spec.further else 0
-        starts = [
-            actor.handle.remote(encode(_start_of_node(start, index, len(parts), host) if spec.further else start), port)
-            for index, actor in enumerate(self._actors)
-        ]
+        self._actors: list[Any] = []
+        try:
+            with calling_ray():
+                for index, (machine, part) in enumerate(zip(machines, parts, strict=True)):
+                    options = cluster.options(self._group, index, part.resources, part.threads)
+                    if spec.further:  # otherwise 127.0.0.1 (`set_up_environment`)
+                        options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] = machine.address
+                    self._actors.append(cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote())
+                # if a replica has several machines, Ray passes the port of the first actor to all its actors
+                port = self._actors[0].free_port.remote(host) if spec.further else 0
+                starts = [
+                    actor.handle.remote(encode(own), port) for actor, own in zip(self._actors, nodes, strict=True)
+                ]
+        except BaseException:
+            self.close()
+            raise
         self._actor, self._start = self._actors[0], starts[0]
         for part, actor, started in zip(spec.further, self._actors[1:], starts[1:], strict=True):
             self._further.append(_Further(f"{spec.name} on {part.machine}", actor, started))
@@ -179,7 +186,9 @@ class _RayReplica(RemoteReplica):
                 if left_s() < 0:
                     raise DeadlineExceeded(f"{self.name} did not answer within {timeout_s:.0f} s")
             return ray.get(future, timeout=GET_S)
-        except ray.exceptions.RayError as error:
+        except BatonError:
+            raise
+        except Exception as error:  # without its head, Ray raises errors of several types
             raise EngineFault(f"{self.name} was lost: {first_line(error)[:200]}") from error
         finally:
             with self._changed:
@@ -207,14 +216,15 @@ class _RayReplica(RemoteReplica):
             self._checking.release()
 
     def close(self) -> None:
-        super().close()
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._num_calls, GET_S)
-        for actor in self._actors:
-            with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost
-                self._cluster.ray.kill(actor)
-        with suppress(Exception):
+        try:
+            super().close()
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.wait_for(lambda: not self._num_calls, GET_S)
+            for actor in self._actors:
+                with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost
+                    self._cluster.ray.kill(actor)
             self._cluster.release(self._group)
 
 

@@ -38,10 +38,15 @@ class RayRewards:
         """machines: name in the plan → machine. device: `model.device` of the recipe, without the index of a GPU."""
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._device = device
-        self._groups = [
-            cluster.reserve([(machines[spec.machine].id, spec.resources)], f"baton-{spec.name}") for spec in specs
-        ]
+        self._groups: list[Any] = []
         self._has_begun: set[str] = set()
+        try:
+            for spec in specs:
+                bundles = [(machines[spec.machine].id, spec.resources)]
+                self._groups.append(cluster.reserve(bundles, f"baton-{spec.name}"))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def places(self) -> tuple[tuple[str, Launch], ...]:
@@ -54,8 +59,7 @@ class RayRewards:
     def close(self) -> None:
         """Release the resources, which ends the actors."""
         for group in self._groups:
-            with suppress(Exception):  # the connection to the cluster may be lost
-                self._cluster.release(group)
+            self._cluster.release(group)
         self._groups = []
 
     async def _launch(self, index: int) -> ScorerProcess:
@@ -72,7 +76,8 @@ class RayRewards:
         try:
             await self._await_start(spec, actor)
         except BaseException:
-            self._cluster.ray.kill(actor)
+            with suppress(Exception):  # the connection to the cluster may be lost
+                self._cluster.ray.kill(actor)
             raise
         return _ActorProcess(self._cluster.ray, actor, lambda cause: self._log(f"{name} {cause}"))
 

@@ -7,7 +7,7 @@ plan, machines ─▶ placement ─▶ recipe with its ranks ─▶ loop.train �
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,24 +135,30 @@ class _RayAttempts:
         recipe = self._recipe(placement, by_name)
         for spec in placement.ranks:
             self.observer.said(spec.words)
-        own = self._own_trainer(placement, by_name)
-        rewards = RayRewards(
-            self.cluster, placement.rewards, by_name, recipe.model.device.partition(":")[0], self.observer.said
-        )
-        ranks: list[RayRanks] = []
+        with ExitStack() as ending:  # closes in the reverse order
+            own = self._own_trainer(placement, by_name)
+            if own is not None:
+                ending.callback(self.cluster.release, own)
+            device = recipe.model.device.partition(":")[0]
+            rewards = RayRewards(self.cluster, placement.rewards, by_name, device, self.observer.said)
+            ending.callback(rewards.close)
+            ranks = ending.enter_context(ExitStack())
 
-        def start_ranks(count: int, threads: int) -> RayRanks:
-            ranks.append(RayRanks(self.cluster, placement.ranks, by_name))
-            if supervisor is not None:
-                supervisor.ranks = ranks[0].group, ranks[0].visible if placement.ranks[0].gpu != CPU else ()
-            return ranks[0]
+            def start_ranks(count: int, threads: int) -> RayRanks:
+                started = RayRanks(self.cluster, placement.ranks, by_name)
+                ranks.callback(started.close)
+                if supervisor is not None:
+                    supervisor.ranks = started.group, started.visible if placement.ranks[0].gpu != CPU else ()
+                return started
 
-        supervisor, replicas = None, self._replicas(recipe, placement, by_name)
-        if replicas is None:
-            said, rules = self.observer.said, self.order.rules
-            supervisor = RayWorkerSupervisor(self.cluster, placement, self.planner, said, rules)
-            supervisor.ranks = own, ()
-        try:
+            supervisor, replicas = None, self._replicas(recipe, placement, by_name)
+            if replicas is None:
+                said, rules = self.observer.said, self.order.rules
+                supervisor = RayWorkerSupervisor(self.cluster, placement, self.planner, said, rules)
+                supervisor.ranks = own, ()
+                ending.callback(supervisor.close)
+            else:
+                ending.callback(replicas.close)
             with self.stop.interrupting():
                 loop = build_loop(
                     recipe,
@@ -165,30 +171,17 @@ class _RayAttempts:
                     reward_places=rewards.places,
                     replicas=replicas,
                 )
-            try:
-                self.has_begun = True
-                is_cpu = placement.ranks[0].gpu == CPU
-                memory = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
-                self.planner.predictions = loop.predictions
-                predicted = predictions_of_plan(self.planner.plan, str(self.order.plan), memory)
-                loop.predictions.replace(predicted, loop.state.step)
-                loop.train()
-            finally:
-                if replicas is not None:
-                    replicas.close()  # ends their waits for machines
-                loop.close()
-            return loop
-        finally:
-            if supervisor is not None:
-                supervisor.close()
+            ending.callback(loop.close)
             if replicas is not None:
-                replicas.close()
-            for started in ranks:
-                started.close()
-            rewards.close()
-            if own is not None:
-                with suppress(Exception):  # the connection to the cluster may be lost
-                    self.cluster.release(own)
+                ending.callback(replicas.close)  # before the loop, because it ends the waits for machines
+            self.has_begun = True
+            is_cpu = placement.ranks[0].gpu == CPU
+            memory = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
+            self.planner.predictions = loop.predictions
+            predicted = predictions_of_plan(self.planner.plan, str(self.order.plan), memory)
+            loop.predictions.replace(predicted, loop.state.step)
+            loop.train()
+        return loop
 
     def _machines(self, names: dict[str, str]) -> tuple[Machine, ...]:
         return machines(self.cluster.rows(), types=self.planner.base_types, known=names)

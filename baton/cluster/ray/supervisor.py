@@ -27,7 +27,7 @@ from baton.cluster import supervision as sv
 from baton.cluster.inventory import CPU, Machine, machines
 from baton.cluster.placement import Placement, ProcessSpec
 from baton.cluster.ray.actors import GRACE_S, WorkerActor, WorkerArguments, end_session
-from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster
+from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster, calling_ray
 from baton.cluster.replanning import Replanner, ReplanResult
 from baton.errors import EngineFault, RankLost, first_line
 from baton.recipe.recipe import Recipe
@@ -169,15 +169,16 @@ class RayWorkerSupervisor:
         """Send `sleep`, `wake` or `held` to the workers on GPUs of ranks; return the device memory in bytes that each
         worker then uses. A worker that does not answer within `rollout.stall_timeout_s` is ended."""
         ray, limit_s = self._cluster.ray, self._planner.recipe.rollout.stall_timeout_s
-        with self._lock:
+        with self._lock, calling_ray():
             sharing = {name: running for name, running in self._running.items() if running.spec.ranks}
             asked = {name: running.actor.use_device.remote(turn, limit_s) for name, running in sharing.items()}
-        answered = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)[0] if asked else []
+        with calling_ray():
+            answered = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)[0] if asked else []
         held = []
         for name, future in asked.items():
             running, cause = sharing[name], f"did not answer `{turn}` in {limit_s:.0f} s"
             if future in answered:
-                with suppress(ray.exceptions.RayError):
+                with calling_ray(), suppress(ray.exceptions.RayError):
                     held.append(int(ray.get(future, timeout=GET_S)))
                     continue
             if ray.wait([running.watch], timeout=EXIT_S)[0]:
@@ -252,13 +253,16 @@ class RayWorkerSupervisor:
         self._weights[spec.name] = spec.weight
         group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}") if spec.resources else None
         where, bundle = (group, 0) if group is not None else (self.ranks[0], max(spec.ranks))
-        actor_class = cluster.ray.remote(WorkerActor).options(
-            **cluster.options(where, bundle, spec.resources, spec.threads), max_concurrency=4
-        )
-        actor = actor_class.remote(self._worker_arguments(spec))
-        self._running[spec.name] = _RunningActor(
-            spec, node, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic()
-        )
+        options, arguments = cluster.options(where, bundle, spec.resources, spec.threads), self._worker_arguments(spec)
+        try:
+            with calling_ray():
+                actor = cluster.ray.remote(WorkerActor).options(**options, max_concurrency=4).remote(arguments)
+                watch, pid = actor.watch.remote(), actor.pid.remote()
+        except BaseException:
+            if group is not None:
+                cluster.release(group)
+            raise
+        self._running[spec.name] = _RunningActor(spec, node, group, actor, watch, pid, time.monotonic())
         self._log(spec.words)
 
     def _worker_arguments(self, spec: ProcessSpec) -> WorkerArguments:
@@ -295,7 +299,8 @@ class RayWorkerSupervisor:
         if not futures:
             self._stopping.wait(POLL_S)
             return
-        ready, _ = ray.wait(list(futures), timeout=POLL_S)
+        with calling_ray():
+            ready, _ = ray.wait(list(futures), timeout=POLL_S)
         with self._lock:
             for future in ready:
                 running_now = self._running.get(futures[future])
@@ -377,9 +382,8 @@ class RayWorkerSupervisor:
     def _discard(self, running: _RunningActor) -> None:
         with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost
             self._cluster.ray.kill(running.actor)
-        with suppress(Exception):
-            if running.group is not None:
-                self._cluster.release(running.group)
+        if running.group is not None:
+            self._cluster.release(running.group)
 
     # ---- machines ----------------------------------------------------------------------------------------------------
 
