@@ -39,6 +39,8 @@ MAX_MANIFEST_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 64 * 2**20
 MAX_PART_BYTES: Final = 8 * 2**20
 """Maximum bytes of a decoded part, which bounds the memory that a fetch needs in addition to the weights."""
+MIN_PART_BYTES: Final = 2**16
+"""Minimum bytes of a decoded part that is not the last of its word size. A fetch keeps about 2 kB for each part."""
 MAX_TENSORS: Final = 200_000
 MAX_CHUNKS: Final = 2_000_000
 MAX_TOTAL_BYTES: Final = 8 * 2**40
@@ -231,16 +233,18 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         word = WORD_BYTES[entry.dtype]
         wanted[word] = wanted.get(word, 0) + entry.num_bytes
     found: dict[int, int] = {}
-    last_word = 8
+    last_word, last_bytes = 8, MIN_PART_BYTES
     for part in way.parts:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
         is_size = 0 < part.num_bytes <= MAX_PART_BYTES and part.num_bytes % part.word == 0
         _require(is_size, f"a part of {part.num_bytes} bytes")
+        is_long = last_bytes >= MIN_PART_BYTES or part.word < last_word
+        _require(is_long, f"a part of {last_bytes} bytes that is not the last of its word size")
         # If data is incompressible, its encoding is longer than the part, because the lengths of streams are added.
         # These lengths take far less than 2^16 bytes.
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
-        last_word = part.word
+        last_word, last_bytes = part.word, part.num_bytes
         found[part.word] = found.get(part.word, 0) + part.num_bytes
     _require(found == {word: size for word, size in wanted.items() if size}, "parts that do not cover the tensors")
     coded = sum(part.size for part in way.parts)

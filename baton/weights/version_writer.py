@@ -97,7 +97,12 @@ class VersionWriter:
         return found
 
     def _process(self, item: _Item) -> dict[str, str]:
-        found = {name: digest for tensors in item.tensors for name, digest in self._digests(tensors)}
+        try:
+            found = {name: digest for tensors in item.tensors for name, digest in self._digests(tensors)}
+        except BaseException as error:
+            if item.part is not None:
+                item.part.changes.set_exception(error)  # ends the threads that wait for the part
+            raise
         if item.part is not None:
             run_into(item.part.changes, partial(self._decoded, item.part, item.data))
             item.part.changes.result(0)  # raises the error of the part

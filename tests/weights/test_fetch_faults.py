@@ -21,6 +21,7 @@ from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import (
+    MIN_PART_BYTES,
     BufferPart,
     Chunk,
     Encoding,
@@ -423,6 +424,9 @@ def test_ways_that_do_not_make_the_tensors_are_refused(run):
             way.base, (BufferPart(part.num_bytes, part.word, part.coding, 2**40), *way.parts[1:]), ()
         ),
         "a part of .* bytes": Encoding(way.base, (BufferPart(2**40, part.word, part.coding, 1), *way.parts[1:]), ()),
+        "not the last of its word size": Encoding(
+            way.base, (BufferPart(part.word, part.word, "same", 0), *way.parts), way.chunks
+        ),
         "words of 3 bytes": Encoding(way.base, (BufferPart(3, 3, part.coding, 1), *way.parts[1:]), ()),
         "without a base": Encoding(None, way.parts, way.chunks),
     }
@@ -434,14 +438,14 @@ def test_ways_that_do_not_make_the_tensors_are_refused(run):
 
 
 class EndlessDeltas:
-    """A source whose every version is a delta to the version before, in as many parts as elements."""
+    """A source whose every version is a delta to the version before, in as many parts as allowed."""
 
     name, distance = "relay 7", 0
 
     def __init__(self, num_parts: int) -> None:
-        self.entries = (TensorEntry("a", "uint8", (num_parts,), "0" * 64),)
+        self.entries = (TensorEntry("a", "uint8", (num_parts * MIN_PART_BYTES,), "0" * 64),)
         self.digest, self.asked, self.sent = tensors_digest(self.entries), 0, b""
-        self._parts = (BufferPart(1, 1, "same", 0),) * num_parts
+        self._parts = (BufferPart(MIN_PART_BYTES, 1, "same", 0),) * num_parts
 
     def manifest(self, version: PolicyVersion) -> bytes:
         self.asked += 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
+import threading
+import weakref
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -14,11 +18,11 @@ import torch
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from weights_cases import Run, Twisted, are_bit_equal, changed, policy
+from weights_cases import Run, Twisted, are_bit_equal, changed, disk_full, policy
 
 from baton import clock
-from baton.errors import DeadlineExceeded, WeightsFault
-from baton.weights import flat_buffer, version_writer
+from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
+from baton.weights import flat_buffer, manifest, version_writer
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import Chunk, Encoding, encode_manifest
 from baton.weights.version_files import FlatFile
@@ -32,6 +36,7 @@ def small(monkeypatch):
     """Parts, blocks and groups of tensors are so small that `policy` has many of each, in several threads."""
     for module, name, value in (
         (flat_buffer, "MAX_PART_BYTES", 512),
+        (manifest, "MIN_PART_BYTES", 512),
         (version_writer, "BLOCK_BYTES", 64),
         (version_writer, "GROUP_BYTES", 200),
         (version_writer, "LARGE_BYTES", 3000),
@@ -171,6 +176,40 @@ def test_a_fetch_that_fails_while_it_changes_an_earlier_versions_file_leaves_the
     fetcher.sources = [run.store]
     assert are_bit_equal(fetcher.fetch(run.version(3), deadline_s=1e6), run.tensors[3])
     assert files[-1] not in files[:-1], "the file with parts of two versions is not used again"
+
+
+def test_a_tensor_that_cannot_be_written_ends_all_threads_of_a_fetch(tmp_path, monkeypatch, small):
+    """The thread that writes the first tensor then decodes the last part, for which the second tensor waits."""
+    run = Run(tmp_path, keyframe_every=100)
+    run.tensors[0] = {"a": torch.randn(256).bfloat16(), "b": torch.randn(1024).bfloat16()}
+    run.chain(range(2), density=0.0)
+    fetcher, before, write = Fetcher([run.store]), set(threading.enumerate()), FlatFile.write
+    fetcher.fetch(run.version(0), deadline_s=60)
+    monkeypatch.setattr(FlatFile, "write", lambda file, begin, data: write(file, begin, data) if begin else disk_full())
+    with pytest.raises(StorageFault):
+        fetcher.fetch(run.version(1), deadline_s=60)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_fetch_whose_source_left_frees_its_file_without_the_garbage_collector(tmp_path, monkeypatch, small):
+    run, files, create = Run(tmp_path, keyframe_every=100), [], FlatFile.__init__
+    run.chain(range(2), density=0.2)
+    monkeypatch.setattr(
+        FlatFile, "__init__", lambda self, *given: (files.append(weakref.ref(self)), create(self, *given))[1]
+    )
+    before = set(threading.enumerate())
+    gc.disable()
+    try:
+        fetcher = Fetcher([Twisted(run.store, "relay 7", chunk=gone(0))])
+        with suppress(WeightsFault):
+            fetcher.fetch(run.version(1), deadline_s=60)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+        assert [file() for file in files] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_an_earlier_versions_file_contains_has_no_effect(tmp_path, monkeypatch):
