@@ -144,7 +144,7 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
             return f"{where} is now called {RENAMED[where]}"
         known = sorted(_fields_at(kind, problem["loc"][:-1]))
         key = str(problem["loc"][-1])
-        near = get_close_matches(key, known, n=1, cutoff=0.5)
+        near = get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
         return f"unknown key {where}; {hint}"
     if problem["type"] == "missing":
@@ -152,6 +152,9 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:] if problem["type"] != "value_error" else message
     got = problem["input"]
+    key, colon, rest = message.partition(": ")
+    if where and colon and key in _fields_at(kind, problem["loc"]):  # a check of a section that names one of its keys
+        return f"{where}.{key}: {rest}"
     shown = f": got {got!r}" if where and not isinstance(got, (dict, BaseModel)) else ""
     return f"{where}{shown}, {message}" if shown else f"{where}: {message}" if where else message
 
@@ -161,7 +164,7 @@ def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str
     for part in location:
         if isinstance(part, int):
             continue
-        section = section_class(kind.model_fields[part])
+        section = section_class(kind.model_fields[part]) if part in kind.model_fields else None
         if section is None:
             return []
         kind = section

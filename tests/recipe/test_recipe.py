@@ -121,6 +121,7 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
     ("override", "sentence"),
     [
         ("trainer.learning_rate=1", "unknown key trainer.learning_rate; known are "),
+        ("algorithm.preset=grpo", "unknown key algorithm.preset; known are "),  # no key is similar enough for a hint
         ("trainer.warmup=1", "unknown key trainer.warmup; did you mean 'warmup_steps'?"),
         ("trianer.lr=1", "unknown key trianer; did you mean 'trainer'?"),
         ("task.0.wieght=1", "unknown key task.0.wieght; did you mean 'weight'?"),
@@ -283,8 +284,8 @@ def test_a_table_and_a_command_line_name_presets_as_well(base: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["algorithm=gspo", "algorithm.correction=bypass"], "algorithm: correction: got 'bypass', but GSPO's ratio is"),
-        (["algorithm=gspo", "algorithm.advantage=gae"], "algorithm: objective: gspo gives a trajectory one ratio"),
+        (["algorithm=gspo", "algorithm.correction=bypass"], "algorithm.correction: got 'bypass', but GSPO's ratio is"),
+        (["algorithm=gspo", "algorithm.advantage=gae"], "algorithm.objective: gspo gives a trajectory one ratio"),
         (["algorithm=dapo", "rollout.batch_groups=8"], "algorithm.num_minibatches: got 16, but a batch has only"),
         (["algorithm=dapo", "algorithm.overlong_frac=1"], "algorithm.overlong_frac: got 1, "),
         (["algorithm.entropy=1"], "unknown key algorithm.entropy; did you mean 'entropy_coef'?"),

@@ -52,6 +52,7 @@ REFUSED = [
     ),
     (["rollout.group_size=1"], "use 2 or more"),
     (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
+    (["rollout.max_staleness=4"], 'rollout.max_staleness: got 4, but mode = "sync" allows only 0'),
     (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),
     (["rollout.top_k=513"], "rollout.top_k: got 513"),
     (["rollout.top_p=0.0"], "rollout.top_p: got 0.0"),
