@@ -4,10 +4,12 @@ simulate` does."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from baton.clock import Clock, time_left
 from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings
 from baton.errors import UserError
@@ -25,6 +27,26 @@ from baton.simulator.run import RunOptions, run_request
 from baton.specs.model import read_model
 from baton.specs.plan import read_plan
 from baton.views.pages.template import check_page
+
+logger = logging.getLogger(__name__)
+PROGRESS_S = 10.0
+"""Interval in seconds between two messages of a long simulation."""
+
+
+def progress(
+    report: Callable[[str], None], timeout: Callable[[float], Clock] = time_left
+) -> Callable[[int, int], None]:
+    """Return a function for `RunOptions.on_step`. It reports how many train steps are simulated, at most once in
+    PROGRESS_S."""
+    left_s = timeout(PROGRESS_S)
+
+    def on_step(step: int, num_steps: int) -> None:
+        nonlocal left_s
+        if left_s() <= 0:
+            left_s = timeout(PROGRESS_S)
+            report(f"simulated {step} of {num_steps} train steps")
+
+    return on_step
 
 
 def simulate(
@@ -76,7 +98,7 @@ def simulate(
     if html is not None:
         check_page(Path(html))
     failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, Path(faults))
-    options = RunOptions(seed, failing.schedule(seed))
+    options = RunOptions(seed, failing.schedule(seed), on_step=progress(logger.warning))  # commands print warnings only
     if sweep:
         swept = sweep_parameters(source, changes, read_axes(sweep), options)
         if html is not None:

@@ -65,6 +65,8 @@ class RunOptions:
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
+    on_step: Callable[[int, int], None] | None = None
+    """Called after each new train step, with its number and the number of train steps of the run."""
 
 
 def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
@@ -77,6 +79,8 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
         tracer=options.tracer,
         make_scheduler=options.make_scheduler,
     )
+    if options.on_step is not None:
+        world.on_step = options.on_step
     if setting.swarm is None:
         if options.faults:
             raise UserError(

@@ -102,6 +102,8 @@ class Simulation(BatchRecords):
         self.script = Script(setting.work, seed, self.rules.batch_groups, self.rules.group_size)
         self.record = RunRecord()
         self.watches: list[EventObserver] = []
+        self.on_step: Callable[[int, int], None] = lambda step, num_steps: None
+        """Called after each new train step, with its number and the number of train steps of the run."""
         self.lineage = 0
         """Number of restarts of the controller."""
         self.port: SimulatedTransport
@@ -223,6 +225,7 @@ class Simulation(BatchRecords):
                 staleness=dict(sorted(staleness.items())),
             )
         )
+        self.on_step(len(self.record.steps), self.setting.num_steps)
 
     def _save(self) -> None:
         step = self._steps.step

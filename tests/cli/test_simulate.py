@@ -15,6 +15,7 @@ from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
+from baton.simulate import progress
 from baton.simulator.input_sources import PlanSource, SimulationOptions, rollout_settings
 from baton.simulator.parameter_sweep import SweepPoint, read_axes, recommend
 from baton.simulator.result import summarise
@@ -159,6 +160,14 @@ def test_faults_from_the_command_line(tmp_path: Path) -> None:
     )
     assert found["outcomes"]["fault: crash"] == 1
     assert found["steps"] == 5
+
+
+def test_a_long_simulation_reports_its_steps() -> None:
+    left, said = iter([5.0, 0.0, -1.0]), list[str]()
+    on_step = progress(said.append, lambda seconds: lambda: next(left))
+    chosen = setting("sync")
+    simulate(replace(chosen, num_steps=3), RunOptions(on_step=on_step))
+    assert said == ["simulated 2 of 3 train steps", "simulated 3 of 3 train steps"]
 
 
 def test_a_sweep_gives_a_table_a_page_and_what_to_take(tmp_path: Path) -> None:

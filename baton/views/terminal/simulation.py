@@ -11,6 +11,8 @@ from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
 from baton.views.terminal.plan import money
 
+RECOMMENDED = "← recommended"
+
 
 def print_result(console: Console, result: Result) -> None:
     """Print the figures of one simulated run."""
@@ -55,12 +57,13 @@ def _engines(result: Result) -> Table:
 
 def print_sweep(console: Console, swept: ParameterSweep) -> None:
     """Print a table of the sweep, and the recommended setting."""
-    headings = ("trained tokens/s", "step", "wait", "trainer busy", "slots taken", "staleness", "masked", "")
-    columns = (Column(name, justify="right") for name in (*(axis.key for axis in swept.axes), *headings))
-    table = Table(*columns, box=SIMPLE_HEAD)
+    headings = ("trained tokens/s", "step", "wait", "trainer busy", "slots taken", "staleness", "masked")
+    keys = (Column(axis.key, justify="right", min_width=len(axis.key), no_wrap=True) for axis in swept.axes)
+    mark = Column("", min_width=len(RECOMMENDED), no_wrap=True)
+    table = Table(*keys, *(Column(name, justify="right") for name in headings), mark, box=SIMPLE_HEAD)
     for place, point in enumerate(swept.points):
         values = [point.values[axis.key] for axis in swept.axes]
-        table.add_row(*values, *_cells(point), "← recommended" if place == swept.recommended else "")
+        table.add_row(*values, *_cells(point), RECOMMENDED if place == swept.recommended else "")
     console.print(table)
     for point in swept.points:
         if point.result is None:
