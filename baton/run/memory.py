@@ -345,8 +345,8 @@ def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
         taken.append(steps.pop(0))
     if not fits(_with(recipe, taken)):
         return (
-            "no key of the recipe changes this: use a smaller model, trainer.ranks or workers ([swarm]) on more "
-            "devices, or more memory"
+            "no usual change of the recipe is enough: lower engine.slots or engine.max_context_tokens much further, or "
+            "use a smaller model, trainer.ranks or workers ([swarm]) on more devices, or more memory"
         )
     for step in list(taken):  # omit changes that later changes made unnecessary
         if fits(_with(recipe, [other for other in taken if other is not step])):
