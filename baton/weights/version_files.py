@@ -95,10 +95,10 @@ class FlatFile:
         device = os.fstat(self._file.fileno()).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:
-            mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+            mounts = Path("/proc/self/mountinfo").read_text(errors="replace").split("\n")
         except OSError:
             return False
-        found = [line.split(" ") for line in mounts]
+        found = [line.split(" ") for line in mounts if line]
         return any(each[2] == number and each[each.index("-") + 1] == "tmpfs" for each in found)
 
     @classmethod

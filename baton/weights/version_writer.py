@@ -146,7 +146,8 @@ class VersionWriter:
     def _apply(self, part: _DecodedPart, changes: Changes, begin: int, end: int, digest: blake3 | None) -> None:
         """Write the bytes from `begin` to `end`, all in `part`, and add them to a tensor's digest."""
         word, bounds = part.coded.word, [*range(begin, end, BLOCK_BYTES), end]
-        edges = np.searchsorted(changes.positions, [(at - part.begin) // word for at in bounds]).tolist()
+        places = np.array([(at - part.begin) // word for at in bounds], changes.positions.dtype)
+        edges = np.searchsorted(changes.positions, places).tolist()
         steps = torch.from_numpy(changes.steps.view(f"i{word}"))
         for (at, stop), (first, last) in zip(pairwise(bounds), pairwise(edges), strict=True):
             block = self.file.bytes[at:stop] if self.is_mapped else self.before[at:stop].copy()

@@ -280,6 +280,22 @@ def test_a_quarantine_that_a_full_disk_does_not_take_is_in_force_and_is_written_
     office.verifier.quarantine.close()
 
 
+def test_a_quarantine_that_is_written_but_not_flushed_is_not_written_twice(office, tmp_path, monkeypatch):
+    """Some file systems report a full disk when they flush."""
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fail)
+        assert office.verifier.violated(author("bad"), "nonsense", "a report") is not None
+        office.verifier.tick()
+    office.verifier.tick()
+    assert Quarantine(tmp_path / "quarantine.jsonl").records == office.records
+    assert office.verifier.quarantine.records == office.records
+    office.verifier.quarantine.close()
+
+
 def test_a_violation_convicts_without_a_check_and_only_once(office):
     quarantine_record = office.verifier.violated(author("bad"), "an id beyond the vocabulary", "a report")
     assert quarantine_record is not None

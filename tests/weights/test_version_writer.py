@@ -224,7 +224,7 @@ def test_what_an_earlier_versions_file_contains_has_no_effect(tmp_path, monkeypa
     assert files[2] is files[0]
 
 
-MOUNTS = "23 1 0:20 / /proc rw - proc proc rw\n24 1 {device} / /data rw,noatime shared:1 - {kind} /dev/sda rw\n"
+MOUNTS = "23 1 0:20 / /a\u2028b rw - proc proc rw\n24 1 {device} / /data rw,noatime shared:1 - {kind} /dev/sda rw\n"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ class Quarantine:
             # a power failure has truncated the last line; begin a new line
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 data = b"\n" + data
-            left = data
+            # the last call may have written the line, and failed to flush it
+            left = b"" if os.pread(handle, len(data), max(0, size - len(data))) == data else data
             while left:  # a nearly full disk first accepts a part of the data, and raises at the next write
                 left = left[os.write(handle, left) :]
             os.fsync(handle)
