@@ -3,6 +3,7 @@ memory has never run with Baton, because vLLM's CPU build frees none."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,6 +77,7 @@ class FakeCore:
         self.is_paused = True
 
     async def resume_generation(self) -> None:
+        self.loop = asyncio.get_running_loop()
         assert not self.asleep, "the scheduler would run without memory for the KV cache"
         assert self.weights is not None, "the scheduler would run with weights without content"
         self.is_paused = False
@@ -100,7 +102,9 @@ class FakeCore:
             self.weights = "loaded"
             return [len(file.keys())]
 
-    def shutdown(self, timeout_s: float) -> None: ...
+    def shutdown(self, timeout_s: float) -> None:
+        if self.fails:
+            raise RuntimeError("the core has exited")
 
 
 class Trainer:
@@ -263,3 +267,14 @@ def test_after_a_load_that_failed_the_engine_stays_paused_and_the_next_load_serv
     core.fails = False
     engine.load_weights(tensors, PolicyVersion("r", 1))
     assert (core.is_paused, core.asleep, core.weights) == (False, set(), "start" if adapters else "loaded")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_closed_client_has_no_event_loop(fails: bool, core: FakeCore) -> None:
+    """An open loop keeps a selector and two sockets."""
+    client = VllmClient({}, answer_timeout_s=30.0)
+    client.resume()
+    core.fails = fails
+    client.close()
+    client.close()
+    assert core.loop.is_closed()
