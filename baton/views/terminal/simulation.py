@@ -58,9 +58,9 @@ def _engines(result: Result) -> Table:
 def print_sweep(console: Console, swept: ParameterSweep) -> None:
     """Print a table of the sweep, and the recommended setting."""
     headings = ("trained tokens/s", "step", "wait", "trainer busy", "slots taken", "staleness", "masked")
-    keys = (Column(axis.key, justify="right", min_width=len(axis.key), no_wrap=True) for axis in swept.axes)
+    axes = (Column(axis.key, justify="right", min_width=len(axis.key), no_wrap=True) for axis in swept.axes)
     mark = Column("", min_width=len(RECOMMENDED), no_wrap=True)
-    table = Table(*keys, *(Column(name, justify="right") for name in headings), mark, box=SIMPLE_HEAD)
+    table = Table(*axes, *(Column(name, justify="right") for name in headings), mark, box=SIMPLE_HEAD)
     for place, point in enumerate(swept.points):
         values = [point.values[axis.key] for axis in swept.axes]
         table.add_row(*values, *_cells(point), RECOMMENDED if place == swept.recommended else "")
