@@ -9,8 +9,8 @@ Each replica loads a version by itself. `load_weights` returns when the replicas
 loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after
 `first + max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no new leases, and its current
 leases are refused, so the controller sends them to other replicas. A load is never interrupted by a newer version, but
-the replica then serves only after it has loaded the newest one. A replica whose engine has failed is started again,
-and receives the next version.
+the replica then serves only after it has loaded the newest one; it skips the versions in between. A replica whose
+engine has failed is started again, and receives the next version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -72,9 +72,10 @@ class Versions(Protocol):
         """Close all communicators."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Load:
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Any] | None
+    """None if the load has begun, or if a newer version has replaced it: a late replica keeps no versions in memory."""
     version: PolicyVersion
 
 
@@ -85,6 +86,8 @@ class _Replica:
     engine: Engine
     inbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """Messages to the current engine. A restarted engine has a new inbox."""
+    load: _Load | None = None
+    """The last load in the inbox."""
     is_running: bool = True
     """Whether the engine runs: False from its failure to its restart."""
     is_serving: bool = True
@@ -189,8 +192,8 @@ class ReplicaTransport(WorkerTransport):
         for replica in self.replicas:
             if replica.is_running:
                 self._suspend(replica, "it is loading a version")
-                replica.is_loading = True
-                replica.inbox.put(_Load(loadable, version))
+                replica.is_loading, replica.load = True, _Load(loadable, version)
+                replica.inbox.put(replica.load)
         left_s, first_s = time_left(0.0), 0.0  # `-left_s()` is the time since the offer
         try:
             while not self.slots or any(replica.is_loading for replica in awaited):
@@ -218,16 +221,20 @@ class ReplicaTransport(WorkerTransport):
         return found
 
     def close(self, *, is_over: bool = False) -> None:
+        if self._closing.is_set():  # otherwise a thread that hangs would delay the second call, too
+            return
         self._closing.set()
-        self._versions.close()
-        for replica in self.replicas:
-            replica.inbox.put(None)
-        left_s = time_left(_CLOSE_S)
-        for replica in self.replicas:
-            if replica.thread is not None:
-                with suppress(Exception):
-                    replica.thread.result(max(0.0, left_s()))
-            replica.engine.close()  # idempotent; the thread may hang
+        with ExitStack() as closing:
+            for replica in self.replicas:
+                closing.callback(lambda own: own.engine.close(), replica)  # idempotent; the thread may hang
+            self._versions.close()
+            for replica in self.replicas:
+                replica.inbox.put(None)
+            left_s = time_left(_CLOSE_S)
+            for replica in self.replicas:
+                if replica.thread is not None:
+                    with suppress(Exception):
+                        replica.thread.result(max(0.0, left_s()))
 
     # ---- events of replicas ------------------------------------------------------------------------------------------
 
@@ -286,6 +293,8 @@ class ReplicaTransport(WorkerTransport):
 
     def _suspend(self, replica: _Replica, cause: str) -> None:
         replica.is_serving, replica.cause, self._free[replica.index] = False, cause, 0
+        if replica.load is not None:
+            replica.load.tensors = None
 
     def _release(self, replica: _Replica) -> None:
         """Refuse the leases of a replica that does not serve, so that the controller sends them to another replica."""
@@ -366,13 +375,8 @@ class ReplicaTransport(WorkerTransport):
                         running.add(message.lease_id)
                     case Abort(lease_id=lease_id):
                         engine.abort(lease_id)
-                    case _Load(tensors=tensors, version=version):
-                        cause, left_s = "", time_left(0.0)
-                        try:
-                            engine.load_weights(tensors, version)
-                        except WeightsFault as error:  # the engine waits for the next version
-                            cause = first_line(error)
-                        self._events.put(partial(self._on_loaded, replica, version, cause, -left_s()))
+                    case _Load():
+                        self._begin_load(replica, message)
                     case other:
                         raise AssertionError(f"unexpected message {type(other).__name__}")
             left_s = time_left(0.0)
@@ -383,3 +387,14 @@ class ReplicaTransport(WorkerTransport):
             if reports:
                 self._events.put(partial(self._on_reports, replica, list(reports)))
                 running.difference_update(report.lease_id for report in reports if ends_lease(report))
+
+    def _begin_load(self, replica: _Replica, load: _Load) -> None:
+        tensors, load.tensors = load.tensors, None
+        if tensors is None:
+            return
+        cause, left_s = "", time_left(0.0)
+        try:
+            replica.engine.load_weights(tensors, load.version)
+        except WeightsFault as error:  # the engine waits for the next version
+            cause = first_line(error)
+        self._events.put(partial(self._on_loaded, replica, load.version, cause, -left_s()))

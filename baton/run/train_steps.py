@@ -163,8 +163,9 @@ class TrainSteps:
         they are not trained on. Raises the error if it has another cause."""
         reason = "reported logprobs differ from the trainer's beyond trainer.max_logprob_diff or .max_mismatch_kl"
         names = self.port.mistrusted(error.suspects, batch.groups, reason) if error.suspects else frozenset()
-        members = [member for group in batch.groups for member in group.members if member.trajectory.name in names]
-        if not any(member.judgement.is_judged for member in members):
+        scored = [member for group in batch.groups for member in group.members if member.judgement.is_judged]
+        members = [member for member in scored if member.trajectory.name in names]
+        if not members:
             raise error
         none, replace = RewardResult(0.0, {}, False, None, reason, FailureCause.QUARANTINED), msgspec.structs.replace
         changed = {member.trajectory.name: replace(member, judgement=none) for member in members}

@@ -7,8 +7,11 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,3 +344,69 @@ def test_a_version_that_was_replaced_is_never_served_under_its_name() -> None:
     finally:
         versions.close()
         link.close()
+
+
+def test_an_engine_that_cannot_be_closed_leaves_no_other_open() -> None:
+    closed: list[int] = []
+
+    class Idle:
+        slots = 8
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def close(self) -> None:
+            closed.append(self.index)
+            if self.index == 0:
+                raise OSError("no space left on device")
+
+    versions: Any = SimpleNamespace(close=lambda: None, sent_bytes=0)
+    port = ReplicaTransport(2, Idle, versions, version(0))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no space left"):
+        port.close()
+    assert set(closed) == {0, 1}
+    before = list(closed)
+    port.close()
+    assert closed == before
+
+
+def test_a_late_replica_skips_versions_and_keeps_none_of_them_in_memory() -> None:
+    may_end, loaded = Event(), ([], [])
+
+    class Loads:
+        slots, stats = 8, EngineStats()
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def load_weights(self, given: dict[str, torch.Tensor], wanted: PolicyVersion) -> None:
+            if self.index == 1:
+                assert may_end.wait(LIMIT_S)
+            loaded[self.index].append(wanted.number)
+
+        def step(self) -> list[FromWorker]:
+            return []
+
+        def close(self) -> None: ...
+
+    versions: Any = SimpleNamespace(
+        offer=lambda given, _: given, withdraw=lambda: None, close=lambda: None, sent_bytes=0
+    )
+    port = ReplicaTransport(2, Loads, versions, version(0))  # type: ignore[arg-type]
+    alive = []
+    try:
+        for number in (1, 2, 3):
+            whole = {"w": torch.zeros(1)}
+            alive.append(weakref.ref(whole["w"]))
+            port.load_weights(whole, version(number))
+            del whole
+        assert alive[1]() is None, "version 2"
+        may_end.set()
+        until_s = time.monotonic() + LIMIT_S
+        while port.slots < 16 or any(one() is not None for one in alive):
+            port.receive(0.1)
+            assert time.monotonic() < until_s, alive
+        assert loaded == ([1, 2, 3], [1, 3])
+    finally:
+        may_end.set()
+        port.close()
