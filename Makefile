@@ -42,9 +42,9 @@ test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
 # tests that start real processes and wait for them: kills and resumes, workers, clusters. BATON_ALL_STAGES=1 adds cases
-# that differ only in the stage, the shape or the signal. A third process uses the time in which the others wait
+# that differ only in the stage, the shape or the signal. A third process would not make them faster on two cores
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -n 3 -m slow
+	$(PYTEST) -m slow
 
 # tests under the conditions of other machines: other instruction sets, thread counts, and beside busy processes; takes hours
 test-machines: $(VENV)/.installed-dev

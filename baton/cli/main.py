@@ -76,6 +76,9 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.getLogger("baton").addHandler(handler)
+    # transformers imports torchao if it is installed; its warnings about kernels of GPUs concern no user of Baton
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app(standalone_mode=True)
     except UserError as error:

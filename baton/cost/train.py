@@ -70,14 +70,14 @@ def forward_passes(work: Workload, backward: float = 2.0) -> float:
 
 def layer_flops(model: ModelSpec, work: Workload) -> float:
     """Return the FLOPs of one layer for one forward pass over the batch."""
-    tokens, squared = work.prompt.mean + work.output.mean, work.trajectory_squared
-    attention = model.attention_flops_per_pair * squared / 2 * (model.seen(tokens) / tokens)
-    return work.num_trajectories * (tokens * model.layer_flops_per_token + attention)
+    length = work.prompt.mean + work.output.mean
+    attention = model.attention_flops_per_pair * work.computed_squared / 2 * (model.seen(length) / length)
+    return work.computed_tokens * model.layer_flops_per_token + attention
 
 
 def batch_flops(model: ModelSpec, work: Workload) -> float:
     """Return the FLOPs of all layers and the output head for one forward pass over the batch."""
-    return model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
+    return model.num_layers * layer_flops(model, work) + work.computed_tokens * model.head_flops_per_token
 
 
 def compute_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> float:
@@ -88,7 +88,7 @@ def compute_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int
 
 def microbatches(work: Workload, dp: Array) -> Array:
     """Return M, the number of microbatches of one update. `dp` is the largest data-parallel width of any stage."""
-    per_rank = work.trained_tokens / work.minibatches / np.asarray(dp)
+    per_rank = work.computed_tokens / work.minibatches / np.asarray(dp)
     return np.maximum(1.0, np.floor(per_rank / max(work.longest_tokens, work.microbatch_tokens)))
 
 
@@ -189,7 +189,7 @@ def stage_terms(
     passes = forward_passes(work, eff.backward)
     sums = work.epochs * (1 + work.has_critic) * (4 + 2 * work.recompute)
     sums += 2 * (work.has_proximal_forward + work.has_reference + work.has_critic)
-    rank_bytes = work.trained_tokens * share * model.hidden * 2
+    rank_bytes = work.computed_tokens * share * model.hidden * 2
     reduce_s = sums * rank_bytes * 2 * (tp - 1) / tp / (place.link_bytes_per_s * eff.link)
     shards = np.minimum(dp, work.shard_size or np.inf)
     models = 1 + work.has_critic
@@ -209,8 +209,8 @@ def stage_terms(
     overlapped_s = 2.0 * crossings * gathers * exchange_s + reduced_s * work.shard_gradients
     return StageTerms(
         per_layer_s=np.maximum(passes * layer_flops(model, work) * flop_s + reduce_s, overlapped_s * is_baton),
-        head_s=passes * work.trained_tokens * model.head_flops_per_token * flop_s * (tp if is_baton else 1),
-        boundary_tokens_bytes=crossings * work.trained_tokens * model.hidden * 2 / nodes,
+        head_s=passes * work.computed_tokens * model.head_flops_per_token * flop_s * (tp if is_baton else 1),
+        boundary_tokens_bytes=crossings * work.computed_tokens * model.hidden * 2 / nodes,
         gradients_per_layer_s=reduced_s * (not (is_baton and work.shard_gradients)),
         optimizer_per_layer_s=update / (gpu.hbm_bytes_per_s * eff.decode),
         rank=RankShape(

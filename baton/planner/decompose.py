@@ -220,7 +220,7 @@ def _keeping_pace(
     """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
     work, pools = inputs.work, problem.pools.pools
     overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
-    per_rank = work.trained_tokens / work.minibatches / work.longest_tokens
+    per_rank = work.computed_tokens / work.minibatches / work.longest_tokens
     for _ in range(PASSES):
         if not len(rows):
             break

@@ -56,6 +56,7 @@ def recipe_workload(recipe: Recipe, gpu: str = "") -> Workload:
         minibatches=algorithm.num_minibatches,
         forwards_all=recipe.trainer.metrics_of_all_tokens or algorithm.needs_all_tokens,
         backwards_all=algorithm.trains_equal_rewards,
+        shares_prompts=recipe.trainer.share_prompts,
         has_proximal_forward=algorithm.num_epochs * algorithm.num_minibatches > 1,
         has_reference=algorithm.has_loss_kl or algorithm.has_reward_kl,
         has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",

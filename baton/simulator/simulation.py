@@ -33,7 +33,7 @@ from baton.simulator.inputs import Setting
 from baton.simulator.result import RunRecord, SimulatedStep
 from baton.simulator.scorer import SimulatedScorer
 from baton.simulator.scripted_trajectories import Script, ScriptedPrompts
-from baton.simulator.timing import token_counts
+from baton.simulator.timing import computed_tokens
 from baton.simulator.trainer import VirtualTrainer
 from baton.simulator.transport import ControllerStopped, SimulatedTransport
 from baton.types import Group, PolicyVersion, SamplingParams
@@ -220,7 +220,7 @@ class Simulation(BatchRecords):
                 wait_s=times["wait_for_batch"],
                 begin_s=trained.metrics["begin_s"],
                 end_s=trained.metrics["end_s"],
-                tokens=sum(sum(token_counts(group)) for group in trained.groups),
+                tokens=sum(computed_tokens(group, shares_prompts=False)[0] for group in trained.groups),
                 counts=trained.counts,
                 staleness=dict(sorted(staleness.items())),
             )

@@ -124,12 +124,14 @@ class TrainSpeed:
     zero_advantage: float = 1.0
     """Time of a trajectory whose advantage is zero, as a share of the time of an equally long trajectory whose
     advantage is nonzero. The trainer skips the backward pass of the former, and perhaps also the forward pass."""
+    shares_prompts: bool = False
+    """As in `Workload`."""
 
     def step_s(self, groups: Sequence[Group]) -> float:
         total_s = self.fixed_s
         for group in groups:
-            lengths = token_counts(group)
-            own_s = self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
+            tokens, squared = computed_tokens(group, shares_prompts=self.shares_prompts)
+            own_s = self.token_s * tokens + self.squared_s * squared
             total_s += own_s if rewards_differ(group) else self.zero_advantage * own_s
         return total_s
 
@@ -139,22 +141,27 @@ def rewards_differ(group: Group) -> bool:
     return len({member.judgement.reward for member in group.members if member.judgement.is_judged}) > 1
 
 
-def token_counts(group: Group) -> list[int]:
-    """Return each trajectory's number of tokens. Masked tokens are included, because the trainer computes them too."""
-    members = (member.trajectory for member in group.members)
-    return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]
+def computed_tokens(group: Group, *, shares_prompts: bool) -> tuple[int, int]:
+    """Return `Workload.computed_tokens` and `Workload.computed_squared` of one group. Masked tokens are included,
+    because the trainer computes them too."""
+    prompt = len(group.members[0].trajectory.prompt_ids)
+    lengths = [prompt + member.trajectory.num_tokens for member in group.members]
+    repeated = len(lengths) - 1 if shares_prompts else 0
+    return sum(lengths) - repeated * prompt, sum(n * n for n in lengths) - repeated * prompt * prompt
 
 
 def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float, backward: float = 2.0) -> TrainSpeed:
     """Return the speed of a trainer that computes an average batch in `batch_s` seconds. These seconds are divided
     between a time per token and a time per squared length, in proportion to FLOPs. `backward`: as in
     `forward_passes`."""
-    tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
+    tokens, squared = work.computed_tokens, work.computed_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     share = min(1.0, tokens * linear / batch_flops(model, work))
     none, every = (forward_passes(msgspec.structs.replace(work, trained_share=each), backward) for each in (0.0, 1.0))
     full_s = batch_s * every / forward_passes(work, backward)  # if all advantages of the batch were nonzero
-    return TrainSpeed(fixed_s, full_s * share / tokens, full_s * (1 - share) / squared, none / every)
+    return TrainSpeed(
+        fixed_s, full_s * share / tokens, full_s * (1 - share) / squared, none / every, work.shares_prompts
+    )
 
 
 def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:

@@ -99,6 +99,8 @@ class Workload(msgspec.Struct, frozen=True):
     """Whether the trainer also computes a forward pass for trajectories whose advantage is zero."""
     backwards_all: bool = False
     """Whether trajectories of groups with equal rewards get a gradient, for example of a KL term."""
+    shares_prompts: bool = False
+    """Whether the trainer computes the prompt of a group once instead of once for each trajectory."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False
@@ -149,6 +151,12 @@ class Workload(msgspec.Struct, frozen=True):
         return self.num_trajectories * (self.prompt.mean + self.output.mean)
 
     @property
+    def computed_tokens(self) -> float:
+        """Number of tokens of a batch for which the trainer computes a forward pass."""
+        num_prompts = self.groups if self.shares_prompts else self.num_trajectories
+        return num_prompts * self.prompt.mean + self.output_tokens
+
+    @property
     def longest_tokens(self) -> float:
         """Maximum number of tokens of a prompt and its response together."""
         return self.prompt.longest + self.output.longest
@@ -170,6 +178,13 @@ class Workload(msgspec.Struct, frozen=True):
     def trajectory_squared(self) -> float:
         """Mean of (prompt + output)²."""
         return self.prompt.moment(2) + 2 * self.prompt.mean * self.output.mean + self.output.moment(2)
+
+    @property
+    def computed_squared(self) -> float:
+        """Sum of (prompt + output)² over a batch, as a measure of the trainer's pairs of tokens in attention. Pairs of
+        two tokens of a shared prompt count once in a group."""
+        repeated = self.num_trajectories - self.groups if self.shares_prompts else 0
+        return self.num_trajectories * self.trajectory_squared - repeated * self.prompt.moment(2)
 
     @property
     def updates(self) -> int:

@@ -109,12 +109,13 @@ def with_own_lengths(directory: Path, calibration: Path) -> list[dict[str, Any]]
 
 
 def train_steps(directory: Path) -> list[dict[str, float]]:
-    """Return the time and the tokens of each train step of a run."""
+    """Return the time and the computed tokens of each train step of a run."""
     from baton.records.metrics import read_metrics
     from baton.records.run_directory import RunDirectory
-    from baton.simulator.timing import rewards_differ, token_counts
+    from baton.simulator.timing import computed_tokens, rewards_differ
 
     opened, found = RunDirectory.open(directory), []
+    shares = bool(opened.recipe()["trainer"]["share_prompts"])
     for row in (each for each in read_metrics(directory) if "time/train" in each):
         groups = opened.groups(int(row["step"]))
         taught = list(filter(rewards_differ, groups))
@@ -122,9 +123,11 @@ def train_steps(directory: Path) -> list[dict[str, float]]:
             {
                 "step": row["step"],
                 "train_s": row["time/train"],
-                "tokens": sum(sum(token_counts(group)) for group in groups),
+                "computed_tokens": sum(computed_tokens(group, shares_prompts=shares)[0] for group in groups),
                 "groups_with_advantages": len(taught),
-                "tokens_with_advantages": sum(sum(token_counts(group)) for group in taught),
+                "computed_tokens_with_advantages": sum(
+                    computed_tokens(group, shares_prompts=shares)[0] for group in taught
+                ),
             }
         )
     return found

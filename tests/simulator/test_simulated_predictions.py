@@ -16,7 +16,7 @@ from baton.rewards.settings import RewardSettings
 from baton.simulator.input_sources import RecipeSource, SimulationOptions
 from baton.simulator.predictions import simulated_predictions
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.timing import train_speed
+from baton.simulator.timing import computed_tokens, train_speed
 from baton.specs.model import read_model
 from baton.specs.workload import Workload, constant
 from baton.trainer.algorithm import AlgorithmSettings
@@ -75,9 +75,23 @@ def test_predictions_are_means_over_the_steps_that_a_comparison_includes(
     assert found.of("generation")
 
 
+def group_of(*rewards: float) -> Group:
+    """A group whose prompt has 10 tokens, and each of whose responses has 30."""
+    segment = Segment((1,) * 30, (-1.0,) * 30, 0)
+    made = [Trajectory(0, index, (1,) * 10, (segment,), FinishReason.STOP) for index in range(len(rewards))]
+    judged = [RewardResult(reward, {}, is_correct=reward > 0) for reward in rewards]
+    members = tuple(map(ScoredTrajectory, made, judged))
+    return Group(0, Prompt("0", "task", (Message("user", ""),)), members)
+
+
 @pytest.mark.parametrize(
     ("passes", "zero_advantage"),
-    [({}, 1 / 4), ({"forwards_all": False}, 0.0), ({"backwards_all": True}, 1.0)],
+    [
+        ({}, 1 / 4),
+        ({"forwards_all": False}, 0.0),
+        ({"backwards_all": True}, 1.0),
+        ({"shares_prompts": True}, 1 / 4),
+    ],
 )
 def test_groups_without_advantages_take_less_time_to_train(
     passes: dict[str, bool], zero_advantage: float, small: Any
@@ -87,18 +101,27 @@ def test_groups_without_advantages_take_less_time_to_train(
     work = msgspec.structs.replace(work, has_proximal_forward=False, recompute=True)
     speed = train_speed(read_model(small.model), work, 10.0, 1.0)
 
-    def group(*rewards: float) -> Group:
-        segment = Segment((1,) * 30, (-1.0,) * 30, 0)
-        made = [Trajectory(0, index, (1,) * 10, (segment,), FinishReason.STOP) for index in range(len(rewards))]
-        judged = [RewardResult(reward, {}, is_correct=reward > 0) for reward in rewards]
-        members = tuple(map(ScoredTrajectory, made, judged))
-        return Group(0, Prompt("0", "task", (Message("user", ""),)), members)
-
-    taught, other = group(0.0, 1.0), group(1.0, 1.0)
+    taught, other = group_of(0.0, 1.0), group_of(1.0, 1.0)
     taught_s, other_s = (speed.step_s([each]) - 1.0 for each in (taught, other))
     assert other_s == pytest.approx(zero_advantage * taught_s)
     assert speed.step_s([taught, other, taught, taught]) == pytest.approx(11.0)  # an average batch
     assert speed.step_s([]) == 1.0
+
+
+def test_a_shared_prompt_is_computed_once_in_a_group() -> None:
+    """A prompt of 10 tokens and two responses of 30: 10 + 2 · 30 tokens. A square of 40 has one of 10 that is shared."""
+    shares = Workload("w", 1, 2, constant(10), constant(30), shares_prompts=True)
+    alone = msgspec.structs.replace(shares, shares_prompts=False)
+    for work, expected in ((shares, (70, 3100)), (alone, (80, 3200))):
+        assert (work.computed_tokens, work.computed_squared) == expected
+        assert computed_tokens(group_of(0.0, 1.0), shares_prompts=work.shares_prompts) == expected
+    assert shares.trained_tokens == alone.trained_tokens == 80
+
+
+def test_a_recipe_that_shares_prompts_says_so_to_the_cost_model(small: Any) -> None:
+    for value in (False, True):
+        recipe = load_recipe(Recipe, small.recipe, [f"trainer.share_prompts={str(value).lower()}"])
+        assert recipe_workload(recipe).shares_prompts is value
 
 
 @pytest.mark.parametrize(
