@@ -202,7 +202,8 @@ SHARDED = ["trainer.activation_checkpointing=true", "trainer.shard_gradients=tru
             24,
             [],
             r"with the engine needs 2.. GiB .*activations 61.5 GiB, moments 56.7 GiB, weights 28.4 GiB"
-            r"\), but 22.4 GiB are free on cuda: no usual change of the recipe is enough: .* \(\[swarm\]\) on more",
+            r"\), but 22.4 GiB are free on cuda: no usual change of the recipe is enough: "
+            r".* workers \(\[swarm\]\) on more",
         ),
         # frozen weights 2 P = 14.2 GiB; with checkpointing a token keeps 2 bytes of its input in each layer
         (

@@ -109,7 +109,7 @@ def test_groups_without_advantages_take_less_time_to_train(
 
 
 def test_a_shared_prompt_is_computed_once_in_a_group() -> None:
-    """A prompt of 10 tokens and two responses of 30: 10 + 2 · 30 tokens. A square of 40 has one of 10 that is shared."""
+    """A prompt of 10 tokens and two responses of 30: 10 + 2 · 30 tokens. The square of the prompt counts once."""
     shares = Workload("w", 1, 2, constant(10), constant(30), shares_prompts=True)
     alone = msgspec.structs.replace(shares, shares_prompts=False)
     for work, expected in ((shares, (70, 3100)), (alone, (80, 3200))):
