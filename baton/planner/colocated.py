@@ -19,7 +19,6 @@ from baton.planner.bounds import division_bound_s
 from baton.planner.exact import Solution, solution
 from baton.planner.infeasible import refuse_without_shapes
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe_seated
 from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import RolloutProgram
@@ -33,7 +32,6 @@ MOST_ROWS = 20
 def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
     """Return the best plan that trains and generates alternately. Raises UserError if there is none. `time_limit_s` is
     ignored: the search has a fixed number of steps."""
-    check_solver()
     work = msgspec.structs.replace(inputs.work, max_staleness=0)
     serial = msgspec.structs.replace(inputs, work=work, cluster=_with_sleepers(inputs))
     problem = make_problem(serial)

@@ -12,6 +12,7 @@ from baton.cost.generate import ReplicaCost
 from baton.cost.train import batch_flops, forward_passes
 from baton.errors import UserError
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
+from baton.planner.integer import check_solver
 from baton.planner.pools import GpuPool, Pools, View, are_alike, make_pools
 from baton.planner.problem import (
     AssignmentProblem,
@@ -50,8 +51,10 @@ def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
     """Return the planner's problem for the cluster.
 
     `view` determines how nodes form pools (`make_pools`). The default is `alike` if all nodes of each GPU type are
-    alike, otherwise `pessimistic`. Raises UserError with the bytes needed if no shape fits.
+    alike, otherwise `pessimistic`. Raises UserError with the bytes needed if no shape fits, or if HiGHS is not
+    installed.
     """
+    check_solver()
     view = view or ("alike" if are_alike(inputs.cluster) else "pessimistic")
     pools = make_pools(inputs.cluster, inputs.efficiencies, view)
     return make_rate_problem(inputs, pools) if inputs.rates is not None else make_cost_problem(inputs, pools)

@@ -39,7 +39,6 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit. At the time limit, `bound` may
     exceed `value`.
     """
-    check_solver()
     import highspy
 
     num_rows, num_columns = rows.shape
@@ -50,11 +49,10 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     lp.col_cost_ = gains
     lp.col_lower_, lp.col_upper_ = np.zeros(num_columns), np.floor(most + 1e-9)
     lp.row_lower_, lp.row_upper_ = np.full(num_rows, -highspy.kHighsInf), limits.astype(float)
-    places = [np.nonzero(rows[:, column])[0] for column in range(num_columns)]
+    columns, places = np.nonzero(rows.T)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.cumsum([0, *(len(place) for place in places)])
-    lp.a_matrix_.index_ = np.concatenate(places) if places else np.zeros(0, dtype=int)
-    lp.a_matrix_.value_ = np.concatenate([rows[place, column] for column, place in enumerate(places)])
+    lp.a_matrix_.start_ = np.searchsorted(columns, np.arange(num_columns + 1))
+    lp.a_matrix_.index_, lp.a_matrix_.value_ = places, rows.T[columns, places]
     lp.integrality_ = [highspy.HighsVarType.kInteger] * num_columns
     _say_nothing()
     make: Any = highspy.Highs  # Any: highspy has no type annotations

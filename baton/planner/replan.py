@@ -18,7 +18,6 @@ from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.exact import Solution, solution, solve_exact
 from baton.planner.instance import Inputs, make_problem, with_table
-from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe
 from baton.planner.problem import AssignmentProblem, Ints, TrainTable
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
@@ -88,7 +87,6 @@ def replan(
 ) -> Replanned:
     """Plan the current cluster, as the module describes. `stage`: the reward stage of the plans. `inputs`: the cluster
     without the GPUs of the reward stage, and a workload with the scoring time of this stage."""
-    check_solver()
     problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
     before = jobs(running)

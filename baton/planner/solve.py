@@ -15,7 +15,6 @@ from baton.planner.decompose import improve
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.integer import check_solver
 from baton.planner.mixed_stages import with_mixed_stages
 from baton.planner.plan_from_solution import describe
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
@@ -37,7 +36,6 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     can be faster. In clusters of at most `MOST_GPUS_IN_PARTS` GPUs, each pool is therefore also tried with a single
     node. An attempt is skipped if a bound shows that its plan cannot be better.
     """
-    check_solver()
     assert inputs.work.reward_model is None, "plan_with_reward plans the reward stage"
     left_s = time_left(time_limit_s)
     best: Plan | None = None

@@ -226,6 +226,15 @@ def test_a_rental_search_reports_bounds_that_hold_and_time_limits_that_were_reac
         rent_for_budget(question, offers(Slow=3000), 1e5)
 
 
+def test_without_the_solver_a_rental_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.planner.integer.find_spec", lambda name: None)
+    question, market = inputs(cluster(("Fast", 2))), offers(Fast=2, Slow=3)
+    with pytest.raises(UserError, match="planning needs highspy"):
+        rent_for_budget(question, market, 10.0)
+    with pytest.raises(UserError, match="planning needs highspy"):
+        rent_for_target(question, market, 1.0)
+
+
 def test_the_time_and_memory_of_a_trajectory_by_hand() -> None:
     spec, load = reward_model(2), work(output_tokens={"mean": 436})
     load = msgspec.structs.replace(load, reward_batch_tokens=5000)  # 64 + 436 = 500 tokens, ten in a batch
