@@ -15,7 +15,6 @@ All functions take numpy arrays of equal length for tp, dp and layers, so a sear
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -233,13 +232,7 @@ def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array,
     return (np.asarray(layers) + tables) * per_layer_s
 
 
-def publish_s(
-    model: ModelSpec,
-    work: Workload,
-    shares: NDArray[np.float64],
-    bytes_per_s: NDArray[np.float64],
-    latency_s: NDArray[np.float64],
-) -> Any:
+def publish_s(model: ModelSpec, work: Workload, shares: Floats, bytes_per_s: Floats, latency_s: Floats) -> Floats:
     """Return the time until the engines of each pool have all weights, [..., pools].
 
     `shares` [..., pools]: share of the weights that each pool trains. `bytes_per_s` [from, to]: bandwidth of
@@ -248,4 +241,5 @@ def publish_s(
     engines.
     """
     size = model.params * work.weight_bytes
-    return shares @ (size / bytes_per_s) + np.max((shares > 0) * latency_s, axis=-1, keepdims=True)
+    times: Floats = shares @ (size / bytes_per_s) + np.max((shares > 0) * latency_s, axis=-1, keepdims=True)
+    return times

@@ -12,9 +12,8 @@ tokens in T.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from baton.planner.problem import AssignmentProblem, Floats
+from baton.planner.problem import AssignmentProblem, Floats, Ints
 
 GRID = 1500
 """Number of values of T at which φ(T) is tabulated. φ is convex, so linear interpolation lies above φ and the bound
@@ -29,7 +28,7 @@ class RolloutBound:
     """Lower bounds on the rollout time, given the number of GPUs of each pool."""
 
     def __init__(self, problem: AssignmentProblem) -> None:
-        self.tokens, self.gate = problem.step.output_tokens, problem.step.max_running
+        self.tokens, gate = problem.step.output_tokens, problem.step.max_running
         self._num_pools = len(problem.pools.pools)
         self._columns = problem.columns
         pauses = [column.cost.pause_s for column in problem.columns] or [0.0]
@@ -38,15 +37,13 @@ class RolloutBound:
         low = self.tokens / (gpus * max(rates))
         high = (self.tokens / min(rates) + max(pauses)) * 4  # the time of one GPU of the slowest shape, with a margin
         self.times = np.geomspace(low, high, GRID)
-        self.prices = self._choose_prices()
-        self.tables = [self._table(price) for price in self.prices]
-
-    def _choose_prices(self) -> list[float]:
-        if not np.isfinite(self.gate) or not self._columns:
-            return [0.0]
-        middle = float(np.sqrt(self.times[0] * self.times[-1]))
-        highest = max(column.work(middle) / column.cost.batch for column in self._columns)
-        return [0.0, *(highest * 2.0**-power for power in range(PRICES - 1))]
+        prices = [0.0]
+        if np.isfinite(gate) and self._columns:
+            middle = float(np.sqrt(self.times[0] * self.times[-1]))
+            highest = max(column.work(middle) / column.cost.batch for column in self._columns)
+            prices += [highest * 2.0**-power for power in range(PRICES - 1)]
+        self.tables = [(self._table(price), price * gate if price else 0.0) for price in prices]
+        """For each λ: φ_λ at each of `times`, shape [pools, times], and λ · `gate`."""
 
     def _table(self, price: float) -> Floats:
         """Return φ_λ(T) for λ = `price`, shape [pools, times]."""
@@ -57,16 +54,15 @@ class RolloutBound:
             np.maximum(best[column.pool], gain, out=best[column.pool])
         return best
 
-    def times_s(self, gpus: NDArray[np.int64]) -> Floats:
+    def times_s(self, gpus: Floats | Ints) -> Floats:
         """Return lower bounds on the rollout time [candidates], for `gpus` [candidates, pools]."""
-        least = np.zeros(len(gpus))
-        for price, table in zip(self.prices, self.tables, strict=True):
-            least = np.maximum(least, self._root(gpus.astype(float), table, price * self.gate if price else 0.0))
+        roots = [self._root(gpus.astype(float), *each) for each in self.tables]
+        least: Floats = np.max(roots, axis=0)
         return least
 
-    def work(self, time_s: float) -> list[Floats]:
-        """Return φ_λ(`time_s`), shape [pools], for each λ of `prices`."""
-        return [np.array([np.interp(time_s, self.times, row) for row in table]) for table in self.tables]
+    def work(self, time_s: float) -> list[tuple[Floats, float]]:
+        """Return φ_λ(`time_s`), shape [pools], and λ · `gate`, for each λ."""
+        return [(np.array([np.interp(time_s, self.times, row) for row in table]), gated) for table, gated in self.tables]
 
     def _root(self, gpus: Floats, table: Floats, constant: float) -> Floats:
         low, high = np.zeros(len(gpus), dtype=int), np.full(len(gpus), GRID - 1, dtype=int)
@@ -93,6 +89,8 @@ def division_bound_s(problem: AssignmentProblem) -> float:
     bound = RolloutBound(problem)
     count = np.array([pool.num_gpus for pool in problem.pools.pools], dtype=float)
     step = problem.step
+    if not step.overlaps:
+        return float(serial_bound_s(problem, bound, count[None])[0])
     weights = np.linspace(0, 1, DUALS)[:, None]
 
     def can(time_s: float) -> bool:
@@ -101,17 +99,14 @@ def division_bound_s(problem: AssignmentProblem) -> float:
         if rollout_s < step.judge_s or left <= 0:
             return False
         train = problem.train_rate_bound * left
-        for price, work in zip(bound.prices, bound.work(rollout_s), strict=True):
-            spare = price * bound.gate / bound.tokens if price else 0.0
+        for work, gated in bound.work(rollout_s):
             both = np.maximum(weights * train, (1 - weights) * work / bound.tokens)
-            if np.any(both @ count + (1 - weights[:, 0]) * spare < 1):
+            if np.any(both @ count + (1 - weights[:, 0]) * gated / bound.tokens < 1):
                 return False
         return True
 
     alone_s = 1 / float(problem.train_rate_bound.min())
     low, high = 0.0, float(max(bound.times[-1], alone_s) * 2 + problem.sync_bound_s + step.judge_s + step.latency_s)
-    if not step.overlaps:
-        return _serial_bound_s(problem, bound, count)
     if not can(high):
         return np.inf
     for _ in range(50):
@@ -120,7 +115,8 @@ def division_bound_s(problem: AssignmentProblem) -> float:
     return low
 
 
-def _serial_bound_s(problem: AssignmentProblem, bound: RolloutBound, count: Floats) -> float:
-    train_s = 1 / max(float(count @ problem.train_rate_bound), 1e-300)
-    rollout_s = float(bound.times_s(count[None, :].astype(np.int64))[0])
-    return float(problem.sync_bound_s + train_s + max(rollout_s, problem.step.judge_s) + problem.step.latency_s)
+def serial_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Floats) -> Floats:
+    """Return lower bounds on the step time [candidates] of clusters of `gpus` [candidates, pools], if generation and
+    training do not overlap: all GPUs generate, then all GPUs train."""
+    least: Floats = problem.step.step_s(problem.sync_bound_s, bound.times_s(gpus), 1 / (gpus @ problem.train_rate_bound))
+    return least

@@ -127,7 +127,7 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     ]
     speeds, pauses = (np.array([getattr(c, key) for _, c in costs]) for key in ("tokens_per_s", "pause_s"))
     rollout_s = filled_s(work.output_tokens, speeds, pauses)
-    return make_step(work).step_s(max(float(sync[k]) for k, _ in costs), rollout_s, float(table.time_s[0]))
+    return float(make_step(work).step_s(max(sync[k] for k, _ in costs), rollout_s, table.time_s[0]))
 
 
 def _owners(cluster: Cluster, pools: Pools) -> dict[str, int]:

@@ -15,7 +15,6 @@ from itertools import combinations, product
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.clock import time_left
 from baton.cost.memory import most_layers, rank_phases
@@ -24,7 +23,7 @@ from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs, with_table
 from baton.planner.pools import GpuPool
-from baton.planner.problem import AssignmentProblem, Floats, Ints, TrainTable, sync_table, tensor_widths
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, TrainTable, sync_table, tensor_widths
 from baton.planner.training_shapes import (
     CROSSING_STAGES,
     MAX_CROSSED,
@@ -34,8 +33,6 @@ from baton.planner.training_shapes import (
     pipeline_orders,
     stage_link,
 )
-
-Bools = NDArray[np.bool_]
 
 ROUNDS = 12
 """Maximum number of bisection steps on the step time."""
@@ -108,10 +105,8 @@ def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> floa
         return np.inf
     table = problem.table.take(alone)
     capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
-    rollout_s = np.maximum(bound.times_s(capacity - table.gpus), problem.step.judge_s) + problem.step.latency_s
-    sync_s = problem.sync_s[alone].min(axis=1)
-    total = np.maximum(rollout_s, table.time_s) if problem.step.overlaps else rollout_s + table.time_s
-    return float((sync_s + total).min())
+    rollout_s, sync_s = bound.times_s(capacity - table.gpus), problem.sync_s[alone].min(axis=1)
+    return float(problem.step.step_s(sync_s, rollout_s, table.time_s).min())
 
 
 def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
@@ -262,9 +257,9 @@ def _generating(
         left *= reached[rows]
     rollout_s = left_s[rows] - step.latency_s
     enough = rollout_s >= step.judge_s
-    for price, table in zip(bound.prices, bound.tables, strict=True):
+    for table, gated in bound.tables:
         work = sum(left[:, k] * np.interp(rollout_s, bound.times, table[k]) for k in range(len(pools)))
-        enough &= work + (price * bound.gate if price else 0.0) >= bound.tokens
+        enough &= work + gated >= bound.tokens
     return rows[enough], [own[enough] for own in groups]
 
 

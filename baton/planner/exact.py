@@ -33,7 +33,7 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
     """Return the solution with this training shape and rollout. `bound_s` is set to the solution's step time."""
     used = {column.pool for column, count in zip(problem.columns, rollout.counts, strict=True) if count}
     sync_s = max(float(problem.sync_s[row, pool]) for pool in used)
-    step_s = problem.step.step_s(sync_s, rollout.time_s, float(problem.table.time_s[row]))
+    step_s = float(problem.step.step_s(sync_s, rollout.time_s, problem.table.time_s[row]))
     return Solution(row, rollout, sync_s, step_s, step_s)
 
 
@@ -90,8 +90,7 @@ def _candidates(problem: AssignmentProblem, bound: RolloutBound) -> tuple[Ints, 
             rollout_s = bound.times_s(everywhere[0])[everywhere[1].ravel()]
         else:
             rollout_s = bound.times_s(left * reached)
-        filled = np.maximum(rollout_s, step.judge_s) + step.latency_s
-        total = sync + (np.maximum(filled, table.time_s) if step.overlaps else filled + table.time_s)
+        total = step.step_s(sync, rollout_s, table.time_s)
         keep = ~repeated & np.isfinite(total)
         rows.append(np.nonzero(keep)[0])
         syncs.append(sync[keep])
@@ -119,8 +118,8 @@ def _try(
     rollout = program.fastest(left, allowed, floor)
     if rollout is None:
         return None, np.inf
-    missed = max(lower, step.step_s(sync_s, max(rollout.least_s, floor), train_s))
-    total = step.step_s(sync_s, max(rollout.time_s, floor), train_s)
+    missed = max(lower, float(step.step_s(sync_s, max(rollout.least_s, floor), train_s)))
+    total = float(step.step_s(sync_s, max(rollout.time_s, floor), train_s))
     if total >= step_s * (1 - CLOSE):
         return None, min(missed, total)
     return Solution(row, rollout, sync_s, total, lower), missed

@@ -75,8 +75,8 @@ def _pairs(
         first, second = first[:, None], second[None, :]
         keeps = (first * rate[order[0]] + second * rate[order[1]]) * train_s >= 1
         keeps &= first + second <= inputs.work.num_trajectories
-        for price, work in zip(bound.prices, bound.work(min(rollout_s, bound.times[-1])), strict=True):
-            room = work @ capacity + (price * bound.gate if price else 0.0) - bound.tokens
+        for work, gated in bound.work(min(rollout_s, bound.times[-1])):
+            room = work @ capacity + gated - bound.tokens
             keeps &= first * work[order[0]] + second * work[order[1]] <= room
         rows, columns = np.nonzero(keeps)
         if len(rows):

@@ -81,7 +81,7 @@ def describe_seated(
     step = problem.step
     # the rollout time in the solution may be longer than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
-    total = step.step_s(solution.sync_s, rollout_s, training.time_s)
+    total = float(step.step_s(solution.sync_s, rollout_s, training.time_s))
     breakdown = Breakdown(
         step_s=total,
         sync_s=solution.sync_s,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
+from baton.cost.memory import Array
 from baton.cost.train import publish_s
 from baton.planner.pools import GpuPool, Pools
 from baton.specs.model import ModelSpec
@@ -17,6 +18,7 @@ from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 REPLICA_STAGES = (1, 2, 4)
 """Pipeline depths of a replica."""
 
@@ -54,7 +56,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     """Whether the table has all shapes of the search space."""
     shard_size: Ints
     """[candidates] number of ranks that share a copy of a stage (HSDP); 0 if all ranks of a stage share one copy."""
-    is_mixed: NDArray[np.bool_]
+    is_mixed: Bools
     """[candidates] whether the pools that train form one stage, instead of stages of a pipeline."""
 
     @property
@@ -76,7 +78,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.time_s)
 
-    def take(self, rows: Ints | NDArray[np.bool_]) -> TrainTable:
+    def take(self, rows: Ints | Bools) -> TrainTable:
         return TrainTable(**{key: each[rows] for key, each in self._arrays().items()}, is_complete=self.is_complete)
 
     @classmethod
@@ -104,11 +106,11 @@ class StepModel(msgspec.Struct, frozen=True):
     overlaps: bool
     """Whether generation continues while the trainer works."""
 
-    def step_s(self, sync_s: float, rollout_s: float, train_s: float) -> float:
+    def step_s(self, sync_s: Array, rollout_s: Array, train_s: Array) -> Array:
         """Return `sync + max(rollout + reward, train)` if generation and training overlap, otherwise the sum of the
         four times."""
-        filled = rollout_s + self.reward_s(rollout_s)
-        return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
+        filled_s = np.maximum(rollout_s, self.judge_s) + self.latency_s
+        return sync_s + (np.maximum(filled_s, train_s) if self.overlaps else filled_s + train_s)
 
     def reward_s(self, rollout_s: float) -> float:
         """Return the scoring time that remains after the rollout. All trajectories except the last can be scored during
@@ -177,5 +179,4 @@ def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -
     """Return the times [candidates, pools] from the end of a train step until engines serve the new version. `shares`
     [candidates, pools]: share of the weights that a pool trains."""
     latency = np.array([pool.place.efficiency.between_steps_s for pool in pools.pools])
-    times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
-    return times
+    return publish_s(model, work, shares, pools.publish_bytes_per_s, latency)

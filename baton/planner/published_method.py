@@ -17,7 +17,7 @@ import numpy as np
 
 from baton.planner.exact import Solution, solution
 from baton.planner.pools import GpuPool
-from baton.planner.problem import AssignmentProblem, Floats, Ints
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints
 from baton.planner.replicas import CLOSE, RolloutProgram
 
 STABLE = 20
@@ -113,7 +113,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
     return best
 
 
-def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _rows_within(problem: AssignmentProblem, train: Ints) -> Bools:
     """Return which training shapes fit into the first `train[k]` GPUs of each pool k."""
     table = problem.table
     fits = np.ones(len(table), dtype=bool)

@@ -17,9 +17,9 @@ from pydantic import Field
 
 from baton.clock import time_left
 from baton.errors import UserError
-from baton.planner.bounds import RolloutBound
+from baton.planner.bounds import RolloutBound, serial_bound_s
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.problem import AssignmentProblem, Floats, Ints
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints
 from baton.planner.reward_stage import plan_with_reward
 from baton.planner.what_if import PricePoint, marked
 from baton.settings import Settings
@@ -105,7 +105,8 @@ def rent_for_budget(
     prices = _prices(offers)
     if budget < prices.min():
         raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")
-    most = [_most(offer.max_nodes, budget, price) for offer, price in zip(offers.offers, prices, strict=True)]
+    affordable = (budget / prices + 1e-9).astype(int).tolist()
+    most = [min(offer.max_nodes or count, count) for offer, count in zip(offers.offers, affordable, strict=True)]
     choices = _choices(most, prices, budget, only_full=True)
     market = _market(inputs, offers, most)
     bounds = _bounds_s(market, choices)
@@ -172,11 +173,6 @@ def _prices(offers: OffersSettings) -> Floats:
     return np.array([node.num_gpus * node.price_per_gpu_h for node in whole.nodes])
 
 
-def _most(limit: int | None, budget: float, price: float) -> int:
-    affordable = int(budget / price + 1e-9)
-    return affordable if limit is None else min(limit, affordable)
-
-
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
     """Return the machine counts within a budget, [choices, offers]. With `only_full`, a choice is omitted if one more
     machine is available and the rest of the budget pays for it."""
@@ -211,30 +207,29 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int]) -> _Mar
     return _Market(offers, inputs, problem, RolloutBound(problem), gpus)
 
 
-def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> Bools:
     """Return, for each choice, whether its step may take at most `step_s`. The function computes the test of
     `division_bound_s` for many choices at once."""
     problem, bound, counts = market.problem, market.bound, choices @ market.gpus
     step = problem.step
+    if not step.overlaps:
+        return serial_bound_s(problem, bound, counts) <= step_s
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s
     rollout_s = left - step.latency_s
     can = (rollout_s >= step.judge_s) & (left > 0)
     clipped = np.maximum(rollout_s, 0.0)
-    for price, table in zip(bound.prices, bound.tables, strict=True):
+    for table, gated in bound.tables:
         work = np.stack([np.interp(clipped, bound.times, row) for row in table], axis=1) / bound.tokens
-        spare = price * bound.gate / bound.tokens if price else 0.0
-        if not step.overlaps:
-            can &= (counts * work).sum(axis=1) + spare >= 1
-            can &= counts @ problem.train_rate_bound * left >= 1
-            continue
         for weight in np.linspace(0, 1, BOUND_WEIGHTS):
-            train = weight * problem.train_rate_bound * left[:, None]
-            can &= (counts * np.maximum(train, (1 - weight) * work)).sum(axis=1) + (1 - weight) * spare >= 1
+            train, spare = weight * problem.train_rate_bound * left[:, None], (1 - weight) * gated / bound.tokens
+            can &= (counts * np.maximum(train, (1 - weight) * work)).sum(axis=1) + spare >= 1
     return can
 
 
 def _bounds_s(market: _Market, choices: Ints) -> Floats:
     """Return lower bounds on the step time, [choices]."""
+    if not market.problem.step.overlaps:
+        return serial_bound_s(market.problem, market.bound, choices @ market.gpus)
     low = np.full(len(choices), market.problem.sync_bound_s)
     slowest_s = max(float(market.bound.times[-1]), 1 / float(market.problem.train_rate_bound.min()))
     high = np.full(len(choices), slowest_s * 4 + market.problem.sync_bound_s)

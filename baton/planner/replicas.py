@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from baton.planner.integer import IntegerSolution, maximise
-from baton.planner.problem import AssignmentProblem, Floats, Ints, ReplicaShape
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, ReplicaShape
 
 CLOSE = 1e-9
 """Relative difference below which two times count as equal."""
@@ -105,10 +105,10 @@ class RolloutProgram:
         below = time_s * min(1.0, tokens / answer.bound) if answer.bound > answer.value * (1 + 1e-6) else time_s
         return RolloutAllocation(answer.counts, time_s, below)
 
-    def _usable(self, left: tuple[int, ...], allowed: Sequence[bool]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _usable(self, left: tuple[int, ...], allowed: Sequence[bool]) -> Bools:
         room = np.array(left, dtype=float)
         fits = np.all(self._matrix <= room[:, None], axis=0)
-        usable: np.ndarray[tuple[int], np.dtype[np.bool_]] = fits & np.array(allowed, dtype=bool)[self._pool]
+        usable: Bools = fits & np.array(allowed, dtype=bool)[self._pool]
         return usable & (self._batch <= self._step.max_running)
 
     def _solve(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> IntegerSolution:

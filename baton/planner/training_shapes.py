@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.cost.memory import most_layers, rank_phases
 from baton.cost.train import (
@@ -33,7 +32,7 @@ from baton.cost.train import (
     tail_s,
 )
 from baton.planner.pools import GpuPool, Pools
-from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
+from baton.planner.problem import Bools, Floats, Ints, TrainTable, tensor_widths
 from baton.specs.model import ModelSpec
 from baton.specs.trainer_shapes import can_split, can_train
 from baton.specs.workload import Workload
@@ -63,7 +62,7 @@ class Shapes(msgspec.Struct, frozen=True):
     def of(cls, stages: int, tp: int, dp: int) -> Shapes:
         return cls(*(np.array([value], dtype=np.int64) for value in (stages, tp, dp)))
 
-    def take(self, rows: Ints | NDArray[np.bool_]) -> Shapes:
+    def take(self, rows: Ints | Bools) -> Shapes:
         return Shapes(self.stages[rows], self.tp[rows], self.dp[rows])
 
     def __len__(self) -> int:
@@ -120,7 +119,7 @@ class LayerBalance(msgspec.Struct, frozen=True):
     gradients_s: Floats
     optimizer_s: Floats
     microbatches: Floats
-    shard_gradients: NDArray[np.bool_]
+    shard_gradients: Bools
     """Whether gradients are reduced after each microbatch and kept sharded, because whole gradients do not fit into
     memory."""
     shard_size: Ints
@@ -290,7 +289,7 @@ class _Kind(msgspec.Struct, frozen=True):
     most: Floats
     """Maximum number of layers of a stage."""
     terms: StageTerms
-    is_first: NDArray[np.bool_]
+    is_first: Bools
     is_last: bool
 
 
@@ -365,7 +364,7 @@ def _mixed_link(pools: Pools, order: Sequence[int], counts: Sequence[Ints]) -> F
     return slowest
 
 
-def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -> LayerBalance:
+def _chosen(is_one: Bools, one: LayerBalance, other: LayerBalance) -> LayerBalance:
     """Return the candidates of `one` where `is_one` is true, and the candidates of `other` elsewhere."""
 
     def merged(first: Any, second: Any) -> Any:
