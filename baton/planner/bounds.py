@@ -62,7 +62,8 @@ class RolloutBound:
 
     def work(self, time_s: float) -> list[tuple[Floats, float]]:
         """Return φ_λ(`time_s`), shape [pools], and λ · `gate`, for each λ."""
-        return [(np.array([np.interp(time_s, self.times, row) for row in table]), gated) for table, gated in self.tables]
+        works = [np.array([np.interp(time_s, self.times, row) for row in table]) for table, _ in self.tables]
+        return [(work, gated) for work, (_, gated) in zip(works, self.tables, strict=True)]
 
     def _root(self, gpus: Floats, table: Floats, constant: float) -> Floats:
         low, high = np.zeros(len(gpus), dtype=int), np.full(len(gpus), GRID - 1, dtype=int)
@@ -118,5 +119,6 @@ def division_bound_s(problem: AssignmentProblem) -> float:
 def serial_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Floats) -> Floats:
     """Return lower bounds on the step time [candidates] of clusters of `gpus` [candidates, pools], if generation and
     training do not overlap: all GPUs generate, then all GPUs train."""
-    least: Floats = problem.step.step_s(problem.sync_bound_s, bound.times_s(gpus), 1 / (gpus @ problem.train_rate_bound))
+    train_s = 1 / (gpus @ problem.train_rate_bound)
+    least: Floats = problem.step.step_s(problem.sync_bound_s, bound.times_s(gpus), train_s)
     return least

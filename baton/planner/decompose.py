@@ -18,11 +18,10 @@ import numpy as np
 
 from baton.clock import time_left
 from baton.cost.memory import most_layers, rank_phases
-from baton.cost.train import StageTerms, microbatches, stage_terms
+from baton.cost.train import microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs, with_table
-from baton.planner.pools import GpuPool
 from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, TrainTable, sync_table, tensor_widths
 from baton.planner.training_shapes import (
     CROSSING_STAGES,
@@ -50,34 +49,42 @@ PASSES = 4
 number of groups of a pool depends on those of the other pools. Fewer passes give a valid but weaker bound."""
 
 
-class _Family(msgspec.Struct, frozen=True):
-    """All candidates that span one set of pools. Lists have one array [candidates] per pool, in pipeline order."""
+class _Part(msgspec.Struct, frozen=True):
+    """The part of candidate pipelines on one pool. Arrays are [candidates]."""
 
-    order: tuple[int, ...]
-    stages: list[Ints]
-    tp: list[Ints]
-    layers: list[Floats]
-    """Layers of the stage with the most layers, per pool. On the last pool, the output head counts as `head_layers`
-    layers."""
-    split: list[Ints]
-    """Layers of each pool, over all its stages."""
-    most: list[Ints]
-    """Maximum number of tensor-parallel groups per stage of each pool."""
-    one: list[StageTerms]
-    """For each pool, the `StageTerms` of a stage with one tensor-parallel group (dp = 1)."""
+    pool: int
+    stages: Ints
+    tp: Ints
+    most: Ints
+    """Maximum number of tensor-parallel groups per stage."""
+    split: Ints
+    """Layers over all stages of the pool."""
+    layers: Floats
+    """Layers of the stage with the most layers. On the last pool, the output head counts as `head_layers` layers."""
     head_layers: Floats
-    """Number of layers that take as long as the output head."""
+    """Number of layers that take as long as the output head; 0 if the pool is not the last one."""
+    work_s: Floats
+    """Time of `layers` with one tensor-parallel group."""
+    boundary_bytes: Floats
+    """Bytes that a stage on one node sends to the next stage per train step."""
+
+    def take(self, rows: Ints) -> _Part:
+        arrays = {key: getattr(self, key)[rows] for key in self.__struct_fields__ if key != "pool"}
+        return _Part(self.pool, **arrays)
+
+
+_Family = Sequence[_Part]
+"""All candidates that span one set of pools, with one part for each pool in the order of the pipeline."""
 
 
 def improve(
-    inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
+    inputs: Inputs, problem: AssignmentProblem, best: Solution, bound: RolloutBound, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better solution with a pipeline that spans GPU types. The returned bound covers
-    all pipelines. `Solution.row` is an index into the table of the returned problem."""
+    all pipelines. `Solution.row` is an index into the table of the returned problem. `bound`: the `RolloutBound` of the
+    problem."""
     left_s = time_left(time_limit_s)
-    bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
-    solved_s = best.step_s
     covered = _enumerated_bound_s(problem, bound)
     low, high = min(best.bound_s, best.step_s), best.step_s
     for _ in range(ROUNDS):
@@ -88,13 +95,12 @@ def improve(
         if not any(len(rows) for rows, _ in passing):
             low = middle
             continue
-        found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
+        found = _realise(inputs, problem, bound, families, passing, best.step_s, time_limit_s / 4)
         if found is None:
             high = middle  # no plan was found and the bound does not exclude this time: try shorter times
             continue
         problem, best = found
-        solved_s = best.step_s
-        high = min(high, solved_s)
+        high = min(high, best.step_s)
     return problem, msgspec.structs.replace(best, bound_s=min(low, covered, best.step_s))
 
 
@@ -110,46 +116,30 @@ def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> floa
 
 
 def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
-    model, work, pools = inputs.model, inputs.work, problem.pools
-    for order in pipeline_orders(pools, MAX_CROSSED):
+    model, pools = inputs.model, problem.pools.pools
+    for order in pipeline_orders(problem.pools, MAX_CROSSED):
         if len(order) == 1:
             continue
-        splits = _splits(model.num_layers, len(order))
         shapes = [
             [
-                (stages, tp)
-                for stages in CROSSING_STAGES
-                for tp in tensor_widths(model, pools.pools[k])
-                if stages * tp <= pools.pools[k].capacity(tp)
+                (stages, tp, most)
+                for stages, tp in product(CROSSING_STAGES, tensor_widths(model, pools[k]))
+                if (most := pools[k].capacity(tp) // (stages * tp))
             ]
             for k in order
         ]
-        chosen = np.array(list(product(*(range(len(s)) for s in shapes))))
-        repeat, tile = len(splits), len(chosen)
-        stages, tps, layers, parts, most, ones = [], [], [], [], [], []
+        chosen, splits = np.array(list(product(*shapes))), _splits(model.num_layers, len(order))
+        parts = []
         for place, k in enumerate(order):
-            table = np.array(shapes[place])[chosen[:, place]]
-            stage, tp = np.repeat(table[:, 0], repeat), np.repeat(table[:, 1], repeat)
-            pool = pools.pools[k]
-            one = stage_terms(model, work, pool.place, max(pool.sizes), tp, 1)
-            own = np.tile(splits[:, place], tile).astype(float)
+            stages, tp, most = np.repeat(chosen[:, place], len(splits), axis=0).T
+            split = np.tile(splits[:, place], len(chosen))
+            one = stage_terms(model, inputs.work, pools[k].place, max(pools[k].sizes), tp, 1)
             is_last = place == len(order) - 1
-            full = (own + one.head_s / one.per_layer_s) / stage if is_last else np.ceil(own / stage)
-            stages.append(stage)
-            tps.append(tp)
-            parts.append(np.tile(splits[:, place], tile))
-            most.append(_room(pool, stage, tp))
-            layers.append(np.asarray(full, dtype=float))
-            ones.append(one)
-        head = np.asarray(ones[-1].head_s / ones[-1].per_layer_s, dtype=float)
-        yield _Family(tuple(order), stages, tps, layers, parts, most, ones, head)
-
-
-def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
-    """Return the maximum number of groups of `tp` GPUs per stage."""
-    by_level = {level: pool.capacity(level) for level in pool.levels}
-    room: Ints = np.array([by_level[int(width)] for width in np.unique(tp)])[np.searchsorted(np.unique(tp), tp)]
-    return room // (stages * tp)
+            head_layers = is_last * np.asarray(one.head_s / one.per_layer_s)
+            layers = (split + head_layers) / stages if is_last else np.ceil(split / stages)
+            work_s = layers * one.per_layer_s
+            parts.append(_Part(k, stages, tp, most, split, layers, head_layers, work_s, one.boundary_tokens_bytes))
+        yield parts
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
@@ -180,60 +170,47 @@ def _passing(
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)
-    groups = [np.ones(len(sync_s)) for _ in family.order]
-    rows, groups = _keeping_pace(inputs, problem, family, rows, groups, step_s - sync_s.min(axis=1))
-    rows, groups = _generating(problem, bound, family, rows, groups, step_s - sync_s.min(axis=1), None)
+    groups = [np.ones(len(sync_s)) for _ in family]
+    left_s = step_s - sync_s.min(axis=1)
+    rows, groups = _keeping_pace(inputs, problem, family, rows, groups, left_s)
+    rows, groups = _generating(problem, bound, family, rows, groups, left_s, np.ones_like(sync_s, dtype=bool))
     kept_rows, kept_groups = [], []
     for pool in range(len(problem.pools.pools)):
-        if not len(rows):
-            break
-        some, own = _keeping_pace(inputs, problem, family, rows, groups, step_s - sync_s[:, pool])
-        reached = sync_s <= sync_s[:, [pool]] * (1 + 1e-9)
-        some, own = _generating(problem, bound, family, some, own, step_s - sync_s[:, pool], reached)
+        left_s, reached = step_s - sync_s[:, pool], sync_s <= sync_s[:, [pool]] * (1 + 1e-9)
+        some, own = _keeping_pace(inputs, problem, family, rows, groups, left_s)
+        some, own = _generating(problem, bound, family, some, own, left_s, reached)
         kept_rows.append(some)
         kept_groups.append(own)
-    if not kept_rows:
-        return np.zeros(0, dtype=np.int64), []
-    return np.concatenate(kept_rows), [
-        np.concatenate([own[place] for own in kept_groups]).astype(np.int64) for place in range(len(family.order))
-    ]
+    merged: list[Ints] = [np.concatenate(own).astype(np.int64) for own in zip(*kept_groups, strict=True)]
+    return np.concatenate(kept_rows), merged
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
     """Return publication times [candidates, pools]. A pool's share of the layers approximates its share of the
     weights."""
-    pools = problem.pools
-    shares = np.zeros((len(family.split[0]), len(pools.pools)))
-    for place, k in enumerate(family.order):
-        shares[:, k] = family.split[place] / inputs.model.num_layers
-    return sync_table(inputs.model, inputs.work, pools, shares)
+    shares = np.zeros((len(family[0].split), len(problem.pools.pools)))
+    for part in family:
+        shares[:, part.pool] = part.split / inputs.model.num_layers
+    return sync_table(inputs.model, inputs.work, problem.pools, shares)
 
 
 def _keeping_pace(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
     """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
-    work, pools = inputs.work, problem.pools.pools
-    overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
+    work = inputs.work
+    overhead = max(pool.place.efficiency.train_overhead_s for pool in problem.pools.pools)
     per_rank = work.computed_tokens / work.minibatches / work.longest_tokens
     for _ in range(PASSES):
-        if not len(rows):
-            break
-        depth = np.sum([stage[rows] for stage in family.stages], axis=0)
+        parts = [part.take(rows) for part in family]
+        depth = np.sum([part.stages for part in parts], axis=0)
         count = np.maximum(1.0, np.floor(per_rank / np.max(groups, axis=0)))
-        tail = _tail_s(inputs, problem, family, rows, groups)
-        pace = (left_s[rows] - overhead - tail) * count / (count + depth - 1)
-        fits = pace > 0
-        needs = []
-        for place in range(len(family.order)):
-            need = _least_groups(problem, family, place, rows, pace, groups[place])
-            fits &= need <= family.most[place][rows]
-            needs.append(need)
+        pace = (left_s[rows] - overhead - _tail_s(inputs, problem, parts, groups)) * count / (count + depth - 1)
+        needs = [_least_groups(problem, parts, place, pace, own) for place, own in enumerate(groups)]
+        fits = (pace > 0) & np.all([need <= part.most for need, part in zip(needs, parts, strict=True)], axis=0)
         rows, groups = rows[fits], [need[fits] for need in needs]
-    if len(rows):
-        holds = _holds(inputs, problem, family, rows)
-        rows, groups = rows[holds], [own[holds] for own in groups]
-    return rows, groups
+    holds = _holds(inputs, problem, [part.take(rows) for part in family])
+    return rows[holds], [own[holds] for own in groups]
 
 
 def _generating(
@@ -243,18 +220,15 @@ def _generating(
     rows: Ints,
     groups: list[Floats],
     left_s: Floats,
-    reached: Bools | None,
+    reached: Bools,
 ) -> tuple[Ints, list[Floats]]:
     """Return the rows in which the GPUs that do not train can generate a step's tokens within `left_s` [candidates].
-    `reached`: the pools that generate; None for all pools."""
-    if not len(rows):
-        return rows, groups
+    `reached` [candidates, pools]: the pools that generate."""
     pools, step = problem.pools.pools, problem.step
     left = np.tile(np.array([float(pool.num_gpus) for pool in pools]), (len(rows), 1))
-    for place, k in enumerate(family.order):
-        left[:, k] -= family.stages[place][rows] * family.tp[place][rows] * groups[place]
-    if reached is not None:
-        left *= reached[rows]
+    for part, own in zip(family, groups, strict=True):
+        left[:, part.pool] -= part.stages[rows] * part.tp[rows] * own
+    left *= reached[rows]
     rollout_s = left_s[rows] - step.latency_s
     enough = rollout_s >= step.judge_s
     for table, gated in bound.tables:
@@ -263,97 +237,77 @@ def _generating(
     return rows[enough], [own[enough] for own in groups]
 
 
-def _least_groups(
-    problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
-) -> Floats:
+def _least_groups(problem: AssignmentProblem, parts: _Family, place: int, pace: Floats, groups: Floats) -> Floats:
     """Return the smallest dp with which each stage of a pool takes at most `pace` seconds. `groups`: a lower bound of
     the result."""
-    pool = problem.pools.pools[family.order[place]]
-    rate = stage_link(problem.pools, family.order, place, family.stages[place][alive])
-    node, tp = max(pool.sizes), family.tp[place][alive]
-    crossing = np.asarray(family.one[place].boundary_tokens_bytes)
-    crossing = (crossing if crossing.ndim == 0 else crossing[alive]) * 1.0
-    work_s = family.layers[place][alive] * np.asarray(family.one[place].per_layer_s)[alive]
+    part = parts[place]
+    sizes = problem.pools.pools[part.pool].sizes
+    rate = stage_link(problem.pools, [each.pool for each in parts], place, part.stages)
 
-    def asked(nodes: Floats) -> Floats:
+    def asked(nodes: Floats | float) -> Floats:
         """Return the number of groups needed if a stage spans `nodes` nodes. A stage on more nodes sends its
         activations faster to the next stage."""
-        left = pace - crossing / nodes / rate
-        with np.errstate(divide="ignore"):
-            return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
+        left = pace - part.boundary_bytes / nodes / rate
+        return np.where(left > 0, np.ceil(part.work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
-    need = np.maximum(groups, asked(np.full(len(alive), float(len(pool.sizes)))))
+    need = np.maximum(groups, asked(len(sizes)))
     for _ in range(PASSES):  # each pass adds either groups on the same nodes or one node
-        nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / node))
-        need = np.maximum(need, np.minimum(asked(nodes), nodes * node // tp + 1))
+        nodes = np.maximum(1.0, np.ceil(part.tp * np.minimum(need, 1e9) / max(sizes)))
+        need = np.maximum(need, np.minimum(asked(nodes), nodes * max(sizes) // part.tp + 1))
     return need
 
 
-def _tail_s(
-    inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints, groups: Sequence[Floats]
-) -> Floats:
+def _tail_s(inputs: Inputs, problem: AssignmentProblem, parts: _Family, groups: Sequence[Floats]) -> Floats:
     """Return a lower bound on the gradient time of the slowest stage: the time of its layers, without embedding and
     output head."""
-    longest = np.zeros(len(alive))
-    for place, k in enumerate(family.order):
-        pool = problem.pools.pools[k]
-        dp = np.minimum(groups[place], 1e9)
-        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), family.tp[place][alive], dp)
-        last = place == len(family.order) - 1
-        own = (
-            np.floor(family.layers[place][alive])
-            if not last
-            else np.maximum(family.layers[place][alive] - family.head_layers[alive], 0)
-        )
-        longest = np.maximum(longest, own * terms.gradients_per_layer_s)
+    times = []
+    for part, own in zip(parts, groups, strict=True):
+        pool, dp = problem.pools.pools[part.pool], np.minimum(own, 1e9)
+        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), part.tp, dp)
+        times.append(np.maximum(part.layers - part.head_layers, 0.0) * terms.gradients_per_layer_s)
+    longest: Floats = np.max(times, axis=0)
     return longest
 
 
-def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
+def _holds(inputs: Inputs, problem: AssignmentProblem, parts: _Family) -> Bools:
     """Return whether the layers fit into memory at the largest dp. The memory of the embedding counts only if the first
     pool has one stage, and that of the output head only if the last pool has one stage."""
-    fits = np.ones(len(alive), dtype=bool)
-    depth = np.sum([stage[alive] for stage in family.stages], axis=0)
-    widest = np.max([most[alive] for most in family.most], axis=0)
-    in_flight = np.minimum(depth, microbatches(inputs.work, np.maximum(widest, 1)))
-    for place, k in enumerate(family.order):
-        pool = problem.pools.pools[k]
-        tp, alone = family.tp[place][alive], family.stages[place][alive] == 1
-        dp = np.maximum(family.most[place][alive], 1)
-        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
-        is_last = place == len(family.order) - 1
-        first, last = alone & (place == 0), alone & is_last
-        phases = rank_phases(inputs.model, terms.rank, first, last, in_flight)
-        most = most_layers(phases, pool.place.memory_limit_bytes)
-        own = family.layers[place][alive] - (
-            family.head_layers[alive] / family.stages[place][alive] if is_last else 0.0
-        )
-        fits &= own <= most + 1e-6
+    fits = np.ones(len(parts[0].stages), dtype=bool)
+    depth = np.sum([part.stages for part in parts], axis=0)
+    in_flight = np.minimum(depth, microbatches(inputs.work, np.max([part.most for part in parts], axis=0)))
+    for place, part in enumerate(parts):
+        pool, alone = problem.pools.pools[part.pool], part.stages == 1
+        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), part.tp, part.most)
+        first, last = alone & (place == 0), alone & (place == len(parts) - 1)
+        most = most_layers(rank_phases(inputs.model, terms.rank, first, last, in_flight), pool.place.memory_limit_bytes)
+        fits &= part.layers - part.head_layers / part.stages <= most + 1e-6
     return fits
 
 
 def _realise(
     inputs: Inputs,
     problem: AssignmentProblem,
+    bound: RolloutBound,
     families: Sequence[_Family],
     passing: Sequence[tuple[Ints, list[Ints]]],
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
     """Turn the remaining rows into training shapes, with `SPARE` additional groups, and solve with these shapes."""
-    share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
+    share = MOST_CANDIDATES // sum(1 for rows, _ in passing if len(rows))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):
         if not len(rows):
             continue
-        every = max(1, len(rows) * len(SPARE) ** len(family.order) // share)
-        rows, groups = rows[::every], [own[::every] for own in groups]
-        for spare in product(SPARE, repeat=len(family.order)):
-            shapes = []
-            for place in range(len(family.order)):
-                stage, tp = family.stages[place][rows], family.tp[place][rows]
-                shapes.append(Shapes(stage, tp, np.minimum(groups[place] + spare[place], family.most[place][rows])))
-            tables.append(evaluated(Pipelines(inputs.model, inputs.work, problem.pools, family.order, shapes)))
+        every = max(1, len(rows) * len(SPARE) ** len(family) // share)
+        parts, groups = [part.take(rows[::every]) for part in family], [own[::every] for own in groups]
+        for spare in product(SPARE, repeat=len(family)):
+            order = [part.pool for part in parts]
+            shapes = [
+                Shapes(part.stages, part.tp, np.minimum(own + more, part.most))
+                for part, own, more in zip(parts, groups, spare, strict=True)
+            ]
+            tables.append(evaluated(Pipelines(inputs.model, inputs.work, problem.pools, order, shapes)))
     richer = with_table(inputs, problem, TrainTable.joined(tables, is_complete=True))
-    found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
+    found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
     return None if found is None else (richer, found)

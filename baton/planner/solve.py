@@ -132,7 +132,7 @@ def solve(
     bound = RolloutBound(problem)
     richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
     if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:
-        richer, best = improve(inputs, problem, best, time_limit_s=time_limit_s / 2)
+        richer, best = improve(inputs, problem, best, bound, time_limit_s=time_limit_s / 2)
     richer, best = with_mixed_stages(inputs, richer, best, bound, time_limit_s=time_limit_s / 2)
     if best is None:
         refuse_division(problem if len(problem.table) else richer, inputs.model, inputs.work)
