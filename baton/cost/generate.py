@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
+from baton.cost.memory import table_params
 from baton.specs.cluster import Gpu
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
@@ -71,14 +72,13 @@ def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int,
     as `head_layers` layers of the last stage."""
     if stages == 1:
         return (num_layers,)
-    best: tuple[float, int] | None = None
-    for last in range(num_layers + 1):
-        longest = max(last + head_layers, float(-(-(num_layers - last) // (stages - 1))))
-        if best is None or longest < best[0]:
-            best = (longest, last)
-    assert best is not None
-    rest, left = divmod(num_layers - best[1], stages - 1)
-    return (*(rest + (index < left) for index in range(stages - 1)), best[1])
+
+    def longest(last: int) -> float:
+        return max(last + head_layers, math.ceil((num_layers - last) / (stages - 1)))
+
+    last = min(range(num_layers + 1), key=longest)
+    rest, left = divmod(num_layers - last, stages - 1)
+    return (*(rest + (index < left) for index in range(stages - 1)), last)
 
 
 def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
@@ -88,13 +88,12 @@ def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 
 def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
     """Return the bytes of weights on the GPU that holds the most weights of its replica."""
-    full = []
-    for stage, count in enumerate(layers):
-        tables = (stage == 0) + (stage == len(layers) - 1)
-        if model.is_tied and len(layers) == 1:
-            tables = 1
-        full.append(count * model.layer_params + tables * model.embedding_params)
-    return (max(full) + model.other_params) / tp * work.weight_bytes
+    last = len(layers) - 1
+    most = max(
+        count * model.layer_params + float(table_params(model, stage == 0, stage == last))
+        for stage, count in enumerate(layers)
+    )
+    return (most + model.other_params) / tp * work.weight_bytes
 
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
@@ -192,7 +191,7 @@ def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, ba
     if not work.engine_context_tokens:
         return work.live_context_tokens
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
-    alive = np.asarray(work.output.survival(list((edges[1:] + edges[:-1]) / 2)))
+    alive = work.output.survival((edges[1:] + edges[:-1]) / 2)
     beyond = np.cumsum(alive[::-1])[::-1] / max(1e-12, alive.sum())
     longest = float(np.sum(1 - (1 - beyond) ** batch) * (edges[1] - edges[0]))
     rows_N = batch * (1 - np.append(beyond[1:], 0.0))
@@ -242,12 +241,12 @@ def drain_s(
     Steps become faster as trajectories end."""
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
-    alive = work.output.survival(list(middle))
+    alive = work.output.survival(middle)
     # alive: probability that a given trajectory still runs; longest: that at least one of the batch still runs
-    longest = [1 - (1 - share) ** batch for share in alive]
+    longest = 1 - (1 - alive) ** batch
     total = 0.0
-    for position, share, any_alive in zip(middle, alive, longest, strict=True):
+    for position, share, any_alive in np.stack([middle, alive, longest], axis=1).tolist():
         if any_alive > 1e-9:
             rows = max(share * batch / any_alive, 1.0)
-            total += any_alive * decode_s(model, work, place, tp, layers, rows, work.prompt.mean + float(position))
+            total += any_alive * decode_s(model, work, place, tp, layers, rows, work.prompt.mean + position)
     return float(total * width)

@@ -354,15 +354,9 @@ def stage_bytes(phases: Iterable[Phase], layers: Array) -> Array:
 def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
     """Return the number of layers that fit on a stage; negative if its embedding or head does not fit even without
     layers."""
-    return np.min(
-        np.broadcast_arrays(
-            *(
-                np.floor((limit_bytes - phase.bytes(0)) / sum(np.asarray(term.per_layer) for term in phase.terms))
-                for phase in phases
-            )
-        ),
-        axis=0,
-    )
+    per_layer = [sum(np.asarray(term.per_layer) for term in phase.terms) for phase in phases]
+    most = (np.floor((limit_bytes - phase.bytes(0)) / own) for phase, own in zip(phases, per_layer, strict=True))
+    return np.min(np.broadcast_arrays(*most), axis=0)
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:

@@ -118,11 +118,8 @@ def _described(inputs: Inputs, problem: AssignmentProblem, found: Solution, swap
     outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
     idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s
-    bound = Bound.of(total, min(total, least_s), _swap_note(swap_s))
-    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
-
-
-def _swap_note(swap_s: float) -> str:
+    note = "the trainer's state stays in memory while engines generate"
     if swap_s:
-        return f"the trainer's state is moved to host memory and back in each step: {swap_s:.3g} s of the sync time"
-    return "the trainer's state stays in memory while engines generate"
+        note = f"the trainer's state is moved to host memory and back in each step: {swap_s:.3g} s of the sync time"
+    bound = Bound.of(total, min(total, least_s), note)
+    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)

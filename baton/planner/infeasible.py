@@ -3,6 +3,7 @@ needed and available."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NoReturn
 
 import msgspec
@@ -15,27 +16,21 @@ from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
 from baton.planner.training_shapes import trained_widths
+from baton.specs.cluster import GB
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
-
-GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
     """Raise the UserError for a model that does not fit into the memory of any pool with any replica shape."""
     lines = []
     for pool in pools.pools:
-        needs = [
-            (
-                weight_bytes(model, work, tp, layers) + context_bytes(model, work, tp, layers, work.longest_tokens),
-                tp,
-                pp,
-            )
-            for tp in tensor_widths(model, pool)
-            for pp in REPLICA_STAGES
-            if tp * pp <= max(pool.sizes) and pp <= model.num_layers
-            for layers in [replica_layers(model, pp)]
-        ]
+        needs = []
+        for tp, pp in product(tensor_widths(model, pool), REPLICA_STAGES):
+            if tp * pp <= max(pool.sizes) and pp <= model.num_layers:
+                layers = replica_layers(model, pp)
+                context = context_bytes(model, work, tp, layers, work.longest_tokens)
+                needs.append((weight_bytes(model, work, tp, layers) + context, tp, pp))
         least, tp, pp = min(needs)
         limit = pool.place.memory_limit_bytes
         lines.append(
@@ -61,7 +56,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools, *, may
 
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     """Return a text that states the minimum memory per GPU for training with all GPUs of this pool."""
-    best: tuple[float, int, int, int] | None = None
+    needs = []
     if work.trainer == "baton":
         work = msgspec.structs.replace(work, shard_gradients=True)
     for stages, tp in trained_widths(model, work, pool):
@@ -72,9 +67,8 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
         layers = -(-model.num_layers // stages)
         rank = rank_of(work, terms.rank, stages, tp * dp)
         need = float(stage_bytes(rank_phases(model, rank, stages == 1, True, in_flight(work, stages, dp)), layers))
-        best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
-    assert best is not None, "a pool holds at least one GPU"
-    need, tp, stages, dp = best
+        needs.append((need, tp, stages, dp))
+    need, tp, stages, dp = min(needs)
     return (
         f"{pool.name}: {need / GB:.3g} GB per GPU needed with tp = {tp}, dp = {dp}, {stages} stages, "
         f"{pool.place.memory_limit_bytes / GB:.3g} GB available"

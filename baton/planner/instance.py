@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.cost.efficiency import Efficiencies, RatesSettings
 from baton.cost.generate import ReplicaCost
-from baton.cost.train import batch_flops, forward_passes
+from baton.cost.train import compute_s
 from baton.errors import UserError
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
 from baton.planner.integer import check_solver
@@ -71,11 +71,6 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     if not len(table) and not mixed_pools(inputs, pools):
         others = msgspec.structs.replace(inputs, mixed_stages=not inputs.mixed_stages)
         refuse_without_shapes(model, work, pools, may_mix=bool(mixed_pools(others, pools)))
-    once, rates = batch_flops(model, work), []
-    for pool in pools.pools:
-        efficiency = pool.place.efficiency
-        passes = forward_passes(work, efficiency.backward)
-        rates.append(pool.place.gpu.flops * efficiency.train / (passes * once))
     fastest = min(pool.place.efficiency.between_steps_s for pool in pools.pools)
     size = model.params * work.weight_bytes
     return AssignmentProblem(
@@ -84,8 +79,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         table=table,
         sync_s=sync_table(model, work, pools, table.shares),
         step=make_step(work),
-        trained_tokens=work.trained_tokens,
-        train_rate_bound=np.array(rates),
+        train_rate_bound=1 / np.array([compute_s(model, work, pool.place, 1) for pool in pools.pools]),
         sync_bound_s=fastest + size / float(pools.publish_bytes_per_s.max()),
     )
 
@@ -136,7 +130,6 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         table=table,
         sync_s=sync,
         step=step,
-        trained_tokens=work.trained_tokens,
         train_rate_bound=train / work.trained_tokens,
         sync_bound_s=float(between.min()),
     )
@@ -165,10 +158,8 @@ def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
     """Return the divisions in which at most one pool is split; in each other pool, all GPUs train or all generate. The
     optimum of the linear program is one of these divisions."""
-    rows = set()
+    rows = set[tuple[int, ...]]()
     for split in range(len(pools)):
-        others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]
-        for base in product(*others):
-            for count in range(pools[split].num_gpus + 1):
-                rows.add(tuple(count if k == split else n for k, n in enumerate(base)))
+        parts = [range(p.num_gpus + 1) if k == split else (0, p.num_gpus) for k, p in enumerate(pools)]
+        rows |= set(product(*parts))
     return sorted(rows)

@@ -101,7 +101,7 @@ def describe_seated(
         replicas=replicas,
         idle=_idle(problem, seats, breakdown),
         breakdown=breakdown,
-        tokens_per_step=problem.trained_tokens,
+        tokens_per_step=inputs.work.trained_tokens,
         max_staleness=inputs.work.max_staleness,
         mean_staleness=mean_staleness(inputs, replicas, breakdown),
         price_per_h=inputs.cluster.price_per_h,

@@ -89,14 +89,12 @@ def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike
     links (`optimistic`)."""
     groups = _alike(cluster) if view == "alike" else list(cluster.places.values())
     worst: Callable[..., float] = max if view == "optimistic" else min
-    rows = []
-    for mine in groups:
-        row = []
-        for theirs in groups:
-            between = [cluster.bytes_per_s[a][b] for a in mine for b in theirs if a != b]
-            own = [cluster.nodes[a].link_bytes_per_s for a in mine]
-            row.append(worst(between) if between else worst(own))
-        rows.append(tuple(row))
+
+    def rate(mine: list[int], theirs: list[int]) -> float:
+        between = [cluster.bytes_per_s[a][b] for a in mine for b in theirs if a != b]
+        return worst(between or [cluster.nodes[a].link_bytes_per_s for a in mine])
+
+    rows = tuple(tuple(rate(mine, theirs) for theirs in groups) for mine in groups)
     pools = []
     for index, group in enumerate(groups):
         nodes = [cluster.nodes[place] for place in group]
@@ -109,7 +107,7 @@ def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike
         )
         name = place.gpu.name if len(groups) == len(cluster.gpu_types) else f"{place.gpu.name}/{nodes[0].name}"
         pools.append(GpuPool(name, tuple(group), tuple(node.num_gpus for node in nodes), place))
-    return Pools(tuple(pools), tuple(rows), view)
+    return Pools(tuple(pools), rows, view)
 
 
 def _alike(cluster: Cluster) -> list[list[int]]:

@@ -133,7 +133,6 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     sync_s: Floats
     """[candidates, pools] time to publish from a candidate's trainer to engines of a pool."""
     step: StepModel
-    trained_tokens: float
     train_rate_bound: Floats
     """[pools] upper bound, over all shapes, on the batches per second that one GPU trains. Lower bounds on the step
     time use this rate for shapes that are not in the table."""

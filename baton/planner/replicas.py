@@ -45,7 +45,7 @@ class RolloutProgram:
         self._gpus = np.array([column.num_gpus for column in problem.columns], dtype=float)
         self._pool = np.array([column.pool for column in problem.columns], dtype=int)
         self._matrix = np.array([[_used(c, pool, level) for c in problem.columns] for pool, level in self._rows])
-        self._best: dict[tuple[object, ...], RolloutAllocation] = {}
+        self._best: dict[tuple[object, ...], RolloutAllocation | None] = {}
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, row: int | None) -> tuple[int, ...]:
@@ -75,10 +75,7 @@ class RolloutProgram:
         is the shortest useful rollout time: shorter rollouts are impossible or do not shorten the step."""
         key = (left, tuple(allowed), least_s)
         if key not in self._best:
-            found = self._newton(left, allowed, least_s)
-            if found is None:
-                return None
-            self._best[key] = found
+            self._best[key] = self._newton(left, allowed, least_s)
         return self._best[key]
 
     def _newton(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:

@@ -21,12 +21,11 @@ from baton.cost.score import ScoringCost, scoring_cost
 from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan, restricted
-from baton.specs.cluster import Cluster
+from baton.specs.cluster import GB, Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.plan import Bound, Plan, RewardStage
 from baton.specs.workload import Workload
 
-GB = 1e9
 PlanRest = Callable[..., Plan]
 """A function that plans all roles except the reward model. Its arguments are (inputs, time_limit_s=seconds). It raises
 UserError if no plan is feasible."""

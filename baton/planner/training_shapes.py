@@ -109,12 +109,11 @@ class Pipelines(msgspec.Struct, frozen=True):
 class LayerBalance(msgspec.Struct, frozen=True):
     """How candidates divide the layers over pipeline stages, and the resulting times. Arrays are [candidates]."""
 
-    pace_s: Floats
-    """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
     """For each pool: layers of the pipeline's first stage, of its middle stages and of its last stage; 0 if the pool
     has no such stage."""
     compute_s: Floats
+    """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     bubble_s: Floats
     gradients_s: Floats
     optimizer_s: Floats
@@ -146,19 +145,15 @@ def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: 
                 parts = [part.take(np.isin(part.stages, CROSSING_STAGES)) for part in parts]
             count = float(np.prod([float(len(part)) for part in parts]))
             is_complete &= count <= MAX_SHAPES
-            candidates = _combined(parts, count, pools, order)
+            candidates = [_combined(parts)] if count <= MAX_SHAPES else _saturated(parts)
         tables += [evaluated(Pipelines(model, work, pools, order, shapes)) for shapes in candidates]
     return TrainTable.joined(tables, is_complete=is_complete)
 
 
 def pipeline_orders(pools: Pools, most: int) -> list[list[int]]:
     """Return the sets of pools that a pipeline may use, each in the order of the pipeline."""
-    count = len(pools.pools)
-    return [
-        pools.pipeline_order(subset)
-        for size in range(1, min(most, count) + 1)
-        for subset in combinations(range(count), size)
-    ]
+    every = range(len(pools.pools))
+    return [pools.pipeline_order(subset) for size in range(1, most + 1) for subset in combinations(every, size)]
 
 
 def mixed_orders(pools: Pools) -> list[list[int]]:
@@ -217,10 +212,10 @@ def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[
             yield stages, tp
 
 
-def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
+def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> list[list[Shapes]]:
     used = [pools.pools[k] for k in order]
     if not can_train(len(order), 1, has_critic=work.has_critic) or any(pool.gpu == "CPU" for pool in used):
-        return
+        return []
     rows = [
         (*chosen, dp)
         for chosen in product(CROSSING_STAGES, repeat=len(order))
@@ -228,28 +223,20 @@ def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator
         if dp <= work.num_trajectories
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, len(order) + 1).T
-    yield [Shapes(stages, np.ones_like(stages), columns[-1]) for stages in columns[:-1]]
+    return [[Shapes(stages, np.ones_like(stages), columns[-1]) for stages in columns[:-1]]]
 
 
-def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield all combinations of the pools' shapes. If there are too many combinations, yield only those in which all
-    pools, or all except one, train with all their GPUs."""
-    if count <= MAX_SHAPES:
-        yield _product(alone)
-        return
-    whole = []
-    for shapes, index in zip(alone, order, strict=True):
-        gpus = shapes.stages * shapes.tp * shapes.dp
-        fullest = np.lexsort((shapes.tp, shapes.stages, -gpus))[:SATURATED_SHAPES]
-        assert len(fullest), f"{pools.pools[index].name} has no shapes"
-        whole.append(shapes.take(fullest))
-    for split in range(len(alone)):
-        yield _product([alone[k] if k == split else whole[k] for k in range(len(alone))])
+def _combined(alone: Sequence[Shapes]) -> list[Shapes]:
+    """Return all combinations of the pools' shapes."""
+    grids = np.meshgrid(*(np.arange(len(part)) for part in alone), indexing="ij")
+    return [part.take(grid.ravel()) for part, grid in zip(alone, grids, strict=True)]
 
 
-def _product(parts: Sequence[Shapes]) -> list[Shapes]:
-    grids = np.meshgrid(*(np.arange(len(part)) for part in parts), indexing="ij")
-    return [part.take(grid.ravel()) for part, grid in zip(parts, grids, strict=True)]
+def _saturated(alone: Sequence[Shapes]) -> list[list[Shapes]]:
+    """Return the combinations in which all pools, or all except one, train with all their GPUs."""
+    fullest = [np.lexsort((part.tp, part.stages, -part.stages * part.tp * part.dp)) for part in alone]
+    whole = [part.take(rows[:SATURATED_SHAPES]) for part, rows in zip(alone, fullest, strict=True)]
+    return [_combined([*whole[:split], alone[split], *whole[split + 1 :]]) for split in range(len(alone))]
 
 
 def evaluated(of: Pipelines) -> TrainTable:
@@ -258,7 +245,7 @@ def evaluated(of: Pipelines) -> TrainTable:
     is_possible = np.asarray((of.depth <= of.model.num_layers) | of.is_mixed)
     of = msgspec.structs.replace(of, shapes=[part.take(is_possible) for part in of.shapes])
     balance = balanced(of)
-    fits = np.isfinite(balance.pace_s)
+    fits = np.isfinite(balance.compute_s)
     rows = int(fits.sum())
     stages, tp, dp = (np.zeros((rows, len(pools)), dtype=np.int64) for _ in range(3))
     layers = np.zeros((rows, len(pools)))
@@ -318,7 +305,7 @@ def _fitting(of: Pipelines) -> LayerBalance:
     """Implement `balanced` for the `shard_size` that the workload specifies."""
     balance = _mixed if of.is_mixed else _balanced
     found = balance(of)
-    fits = np.isfinite(found.pace_s)
+    fits = np.isfinite(found.compute_s)
     if of.work.trainer == "idealised" or of.work.shard_gradients or fits.all():
         return found
     return _chosen(fits, found, balance(of.sharded(shard_gradients=True)))
@@ -334,7 +321,6 @@ def _mixed(of: Pipelines) -> LayerBalance:
     limit = min(place.memory_limit_bytes for place in places)
     fits = most_layers(rank_phases(model, terms[0].rank), limit) >= model.num_layers
     compute = np.max([term.head_s + model.num_layers * term.per_layer_s for term in terms], axis=0)
-    pace = np.where(fits, compute, np.inf)
     tails = [
         np.max([tail_s(model, getattr(term, key), model.num_layers, True, True) for term in terms], axis=0)
         for key in ("gradients_per_layer_s", "optimizer_per_layer_s")
@@ -342,9 +328,8 @@ def _mixed(of: Pipelines) -> LayerBalance:
     most = row_shares(work, rank_speeds(work, places), counts)[0].largest
     nothing, layers = np.zeros(len(ranks), dtype=np.int64), np.full(len(ranks), model.num_layers, dtype=np.int64)
     return LayerBalance(
-        pace_s=pace,
         stage_layers=((nothing, nothing, layers),) * len(places),
-        compute_s=pace,
+        compute_s=np.where(fits, compute, np.inf),
         bubble_s=np.zeros(len(ranks)),
         gradients_s=tails[0] + nothing,
         optimizer_s=tails[1] + nothing,
@@ -460,7 +445,6 @@ def _finish(of: Pipelines, kinds: Sequence[_Kind], layers: Sequence[Floats], pac
             np.maximum(total, (kind.count > 0) * tail, out=total)
     whole = [np.nan_to_num(own).astype(np.int64) for own in layers]
     return LayerBalance(
-        pace_s=pace,
         stage_layers=tuple(zip(whole[::3], whole[1::3], whole[2::3], strict=True)),
         compute_s=pace,
         bubble_s=np.where(depth > 1, pace, 0.0) * (depth - 1) / count,

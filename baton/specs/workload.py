@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from baton.errors import UserError
@@ -42,10 +43,9 @@ class Lengths(msgspec.Struct, frozen=True):
         ranks = np.arange(len(self.values) + 1) / len(self.values)
         return float(np.dot(self.values, np.diff(ranks**count)))
 
-    def survival(self, positions: Sequence[float]) -> list[float]:
+    def survival(self, positions: NDArray[np.float64]) -> NDArray[np.float64]:
         """For each position, return the share of lengths that are greater than this position."""
-        shares: list[float] = (1 - np.searchsorted(self.values, positions, side="right") / len(self.values)).tolist()
-        return shares
+        return 1 - np.searchsorted(self.values, positions, side="right") / len(self.values)
 
 
 def constant(mean: float) -> Lengths:
