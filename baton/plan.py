@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ def plan(
             choice = rent_for_budget(inputs, given, budget, time_limit_s=time_limit)
         else:
             choice = rent_for_target(inputs, given, target_throughput or 0.0, time_limit_s=time_limit)
-        result = PlanResult(choice.plan, choice.inputs_of_the_rest, choice=choice, spots=choice.spots)
+        result = PlanResult(choice.plan, choice.inputs_of_the_rest, choice=choice)
     else:
         plan_rest = make_colocated_plan if colocated else partial(make_plan, method=method)
         result = PlanResult(*plan_with_reward(inputs, plan_rest, time_limit_s=time_limit))
@@ -140,7 +141,7 @@ def _check_options(values: Mapping[str, object]) -> None:
     given = {name for name, value in values.items() if value is not None}
     limits = given & {"--budget", "--target-throughput"}
     for name in sorted(limits):
-        if not (limit := cast(float, values[name])) > 0:
+        if not 0 < (limit := cast(float, values[name])) < math.inf:
             raise UserError(f"{name}: got {limit:g}, allowed are positive numbers")
     contradictions = {
         "--budget and --target-throughput exclude each other: fix the price or the throughput": len(limits) == 2,

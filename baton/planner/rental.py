@@ -21,7 +21,7 @@ from baton.planner.bounds import RolloutBound, serial_bound_s
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints
 from baton.planner.reward_stage import plan_with_reward
-from baton.planner.what_if import PricePoint, marked
+from baton.planner.what_if import PricePoint
 from baton.settings import Settings
 from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, MachineSettings, NodeSettings
 from baton.specs.plan import Plan
@@ -105,8 +105,10 @@ def rent_for_budget(
     prices = _prices(offers)
     if budget < prices.min():
         raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")
-    affordable = (budget / prices + 1e-9).astype(int).tolist()
-    most = [min(offer.max_nodes or count, count) for offer, count in zip(offers.offers, affordable, strict=True)]
+    most = [
+        int(min(offer.max_nodes or np.inf, budget / price + 1e-9))
+        for offer, price in zip(offers.offers, prices, strict=True)
+    ]
     choices = _choices(most, prices, budget, only_full=True)
     market = _market(inputs, offers, most)
     bounds = _bounds_s(market, choices)
@@ -121,14 +123,15 @@ def rent_for_budget(
         found = _planned(market, choices[place].tolist())
         planned += 1
         if found is not None:
-            least_s = min(least_s, found[1].bound.step_s)
-            spots.append(PricePoint(found[2].cluster.count(), found[1].price_per_h, found[1].tokens_per_s))
-            if best is None or found[1].breakdown.step_s < best[1].breakdown.step_s * (1 - 1e-9):
+            _, plan, asked, _ = found
+            least_s = min(least_s, plan.bound.step_s)
+            spots.append(PricePoint(asked.cluster.count(), plan.price_per_h, plan.tokens_per_s))
+            if best is None or plan.breakdown.step_s < best[1].breakdown.step_s * (1 - 1e-9):
                 best = found
     if best is None:
         raise UserError(f"--budget {budget:g}: no cluster at this price has a feasible plan for {inputs.model.name}")
     top = best[1].tokens_per_step / min(least_s, best[1].breakdown.step_s)
-    return RentalChoice(*best, marked(spots), len(choices), planned, top)
+    return RentalChoice(*best, spots, len(choices), planned, top)
 
 
 def rent_for_target(
@@ -154,11 +157,11 @@ def rent_for_target(
         planned += 1
         if found is None:
             continue
-        spots.append(PricePoint(found[2].cluster.count(), found[1].price_per_h, found[1].tokens_per_s))
-        if found[1].tokens_per_s >= target * (1 - 1e-9):
-            price = min(float(costs[place]), open_price)
-            return RentalChoice(*found, marked(spots), len(choices), planned, price)
-        if found[1].tokens_per_step / found[1].bound.step_s >= target:
+        _, plan, asked, _ = found
+        spots.append(PricePoint(asked.cluster.count(), plan.price_per_h, plan.tokens_per_s))
+        if plan.tokens_per_s >= target * (1 - 1e-9):
+            return RentalChoice(*found, spots, len(choices), planned, min(float(costs[place]), open_price))
+        if plan.tokens_per_step / plan.bound.step_s >= target:
             open_price = min(open_price, float(costs[place]))  # a better plan of this choice may reach the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
     late = "; the search reached its time limit, which --time-limit raises" if is_late else ""

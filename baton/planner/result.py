@@ -25,7 +25,6 @@ class PlanResult(msgspec.Struct, frozen=True):
     the chosen one."""
     alternatives: Sequence[Alternative] = ()
     marginals: Sequence[Marginal] = ()
-    spots: Sequence[PricePoint] = ()
     choice: RentalChoice | None = None
     replanned: Replanned | None = None
     measured: tuple[str, ...] = ()
@@ -35,7 +34,8 @@ class PlanResult(msgspec.Struct, frozen=True):
 
     def price_curve(self) -> Sequence[PricePoint]:
         """Return price and throughput of the planned cluster and of parts of it."""
-        return marked([*self.spots, *price_curve(self.inputs, reward_per_h=self.reward_per_h)])
+        rented = self.choice.spots if self.choice is not None else []
+        return marked([*rented, *price_curve(self.inputs, reward_per_h=self.reward_per_h)])
 
     @property
     def reward_per_h(self) -> float:

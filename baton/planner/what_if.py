@@ -72,9 +72,9 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
     )
 
 
-def price_curve(inputs: Inputs, *, reward_per_h: float = 0.0) -> list[PricePoint]:
-    """Return throughput and price of parts of this cluster, with `is_efficient` set. `reward_per_h`: price of the
-    reward stage, which is added to the price of each part."""
+def price_curve(inputs: Inputs, *, reward_per_h: float) -> list[PricePoint]:
+    """Return throughput and price of parts of this cluster. `reward_per_h`: price of the reward stage, which is added to
+    the price of each part."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = list(cluster.places.values())
@@ -97,7 +97,7 @@ def price_curve(inputs: Inputs, *, reward_per_h: float = 0.0) -> list[PricePoint
         except UserError:
             continue
         found.append(PricePoint(part.count(), part.price_per_h + reward_per_h, plan.tokens_per_s))
-    return marked(found)
+    return found
 
 
 def marked(spots: list[PricePoint]) -> list[PricePoint]:

@@ -234,6 +234,7 @@ def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:
     assert "exclude each other" in mistake(files, *offers, "--budget", 5, "--target-throughput", 5, cluster=False)
     assert "--mixed-stages needs Baton's trainer" in mistake(files, "--mixed-stages", "--symmetric-only")
     assert "--budget: got -5" in mistake(files, *offers, "--budget", -5, cluster=False)
+    assert "--budget: got inf" in mistake(files, *offers, "--budget", "inf", cluster=False)
     assert "the cheapest machine costs 2.7" in mistake(files, *offers, "--budget", 1, cluster=False)
     assert "give --cluster (existing GPUs)" in mistake(files, *offers, "--budget", 9)
     assert "got 'nobody'" in mistake(files, "--lost", "nobody")
