@@ -16,7 +16,7 @@ from baton.planner.plan_from_solution import describe
 from baton.planner.published_method import evaluate_division
 from baton.planner.replicas import RolloutProgram
 from baton.planner.solve import make_plan
-from baton.specs.cluster import Cluster, Node
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan
 
 
@@ -62,18 +62,13 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
             continue
         same = [rates[place] for place in others]
         rate = max(same or [*rates[:first], *rates[first + 1 :]] or [node.link_bytes_per_s])
-        yield equal_nodes(cluster, f"{count} {name}, same price", node, count, rate)
-
-
-def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:
-    """Return a cluster of `count` GPUs in nodes like `node`. The last node may have fewer GPUs."""
-    sizes = [node.num_gpus] * (count // node.num_gpus) + ([count % node.num_gpus] if count % node.num_gpus else [])
-    nodes = tuple(
-        msgspec.structs.replace(node, name=f"{node.gpu.name.lower()}-{index}", num_gpus=size)
-        for index, size in enumerate(sizes)
-    )
-    rates = tuple(tuple(0.0 if a == b else bytes_per_s for b in range(len(nodes))) for a in range(len(nodes)))
-    return msgspec.structs.replace(like, name=name, nodes=nodes, bytes_per_s=rates)
+        sizes = (min(node.num_gpus, count - taken) for taken in range(0, count, node.num_gpus))
+        nodes = tuple(
+            msgspec.structs.replace(node, name=f"{name.lower()}-{index}", num_gpus=size)
+            for index, size in enumerate(sizes)
+        )
+        links = ((rate,) * len(nodes),) * len(nodes)
+        yield Cluster(f"{count} {name}, same price", nodes, links, cluster.latency_s)
 
 
 def split_plan(inputs: Inputs, train_share: float) -> Plan:

@@ -73,8 +73,8 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 
 def price_curve(inputs: Inputs, *, reward_per_h: float) -> list[PricePoint]:
-    """Return throughput and price of parts of this cluster. `reward_per_h`: price of the reward stage, which is added to
-    the price of each part."""
+    """Return throughput and price of parts of this cluster. `reward_per_h`: price of the reward stage, which is added
+    to the price of each part."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = list(cluster.places.values())

@@ -33,7 +33,6 @@ class Gpu(msgspec.Struct, frozen=True):
     price_per_h: float
     """Price of one GPU per hour, in `currency`."""
     currency: str = "USD"
-    source: str = ""
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -204,13 +203,13 @@ def catalogue() -> Mapping[str, GpuSettings]:
     return {name: GpuSettings.model_validate(table) for name, table in tomllib.loads(text).items()}
 
 
-def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
+def gpu_types(own: Mapping[str, GpuSettings] = {}) -> dict[str, Gpu]:
     """Return all GPU types by name: those of the catalogue, with the changes and additions in `own`. Raises
     UserError if a new GPU type lacks a value."""
     found = {}
-    for name in dict.fromkeys([*catalogue(), *(own or {})]):
-        layers = (catalogue().get(name), (own or {}).get(name))
-        values = {k: v for each in layers if each for k, v in each.model_dump(exclude_none=True).items()}
+    for name in dict.fromkeys([*catalogue(), *own]):
+        layers = [layer[name] for layer in (catalogue(), own) if name in layer]
+        values = {key: value for layer in layers for key, value in layer.model_dump(exclude_none=True).items()}
         needed = ("bf16_tflops", "hbm_gb_per_s", "hbm_gb", "link_gb_per_s", "price_per_hour")
         missing = [key for key in needed if key not in values]
         if missing:
@@ -223,7 +222,6 @@ def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
             link_bytes_per_s=values["link_gb_per_s"] * GB,
             price_per_h=values["price_per_hour"],
             currency=values.get("currency") or "USD",
-            source=values.get("source", ""),
         )
     return found
 
