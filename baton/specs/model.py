@@ -67,8 +67,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     window: int = 0
     """Number of tokens that a layer with sliding-window attention attends to."""
     window_layers: int = 0
-    max_context_tokens: int = 0
-    """Maximum context length; 0 if the config has none."""
 
     @property
     def embedding_params(self) -> int:
@@ -181,7 +179,6 @@ def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json")
         expert_params=expert,
         window=window,
         window_layers=window_layers,
-        max_context_tokens=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
     )
 
 
@@ -191,18 +188,17 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        for name in (key, *SYNONYMS.get(key, ())):
-            value = self.config.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{self.where}: {name}: got {value!r}, allowed is a positive whole number")
-            return value
-        if default is None:
-            names = " or ".join((key, *SYNONYMS.get(key, ())))
-            raise UserError(f"{self.where}: {names} is missing")
-        return default
+    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        names = (key, *SYNONYMS.get(key, ()))
+        name = next((name for name in names if self.config.get(name) is not None), None)
+        if name is None:
+            if default is None:
+                raise UserError(f"{self.where}: {' or '.join(names)} is missing")
+            return default
+        value = self.config[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{self.where}: {name}: got {value!r}, allowed is a whole number of at least {least}")
+        return value
 
     def has(self, key: str) -> bool:
         return any(self.config.get(name) for name in (key, *SYNONYMS.get(key, ())))
@@ -263,12 +259,11 @@ def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple
         raise UserError(f"{reader.where}: num_experts_per_tok: got {per_token}, allowed are 1 to num_experts {experts}")
     expert_width = reader.whole("moe_intermediate_size", width)
     expert = float(matrices * hidden * expert_width)
-    shared = int(reader.config.get("n_shared_experts") or 0) * expert
+    shared = reader.whole("n_shared_experts", 0, least=0) * expert
     if reader.config.get("shared_expert_intermediate_size"):
         shared = matrices * hidden * reader.whole("shared_expert_intermediate_size") + hidden
     router = hidden * experts
-    first_dense = int(reader.config.get("first_k_dense_replace") or 0)
-    every = int(reader.config.get("decoder_sparse_step") or 1)
+    first_dense, every = reader.whole("first_k_dense_replace", 0, least=0), reader.whole("decoder_sparse_step", 1)
     sparse = sum(1 for layer in range(first_dense, layers) if (layer + 1) % every == 0) / layers
     always = (1 - sparse) * dense + sparse * (router + shared)
     return (
@@ -294,7 +289,5 @@ def _windows(reader: _Reader, kind: str, layers: int) -> tuple[int, int]:
     types = reader.config.get("layer_types")
     if isinstance(types, list):
         return window, sum(1 for each in types if each == "sliding_attention")
-    pattern = int(
-        reader.config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6, "gemma3": 6}.get(kind, 0)
-    )
+    pattern = reader.whole("sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6, "gemma3": 6}.get(kind, 0))
     return window, layers - layers // pattern if pattern else layers

@@ -120,6 +120,10 @@ def test_mistakes_name_the_file_and_key(tmp_path: Path) -> None:
     file.write_text(json.dumps({**SMALL, "num_key_value_heads": 3}))
     with pytest.raises(UserError, match="allowed are divisors of 4"):
         read_model(tmp_path)
+    for key, value in (("n_shared_experts", "two"), ("first_k_dense_replace", -1), ("decoder_sparse_step", 1.5)):
+        file.write_text(json.dumps({**GQA, **EXPERTS, key: value}))
+        with pytest.raises(UserError, match=rf"config.json: {key}: got {value!r}, allowed is a whole number"):
+            read_model(tmp_path)
     file.write_text("[1]")
     with pytest.raises(UserError, match="got a list"):
         read_model(tmp_path)
