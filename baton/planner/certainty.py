@@ -99,35 +99,30 @@ def trains(plan: Plan) -> tuple[str, ...]:
 def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     """Return the step time of a plan under these efficiencies. The distribution of the layers over the stages is
     computed again with these efficiencies. The replicas and their batches stay the same."""
-    work, model = inputs.work, inputs.model
-    used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
+    work, model, training = inputs.work, inputs.model, plan.training
+    used = {*training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
     cluster = restricted(inputs.cluster, nodes)
     pools = make_pools(cluster, efficiencies, "alike")
     owner = _owners(cluster, pools)
-    if any(len({owner[gpu] for gpu in stage.gpu_ids}) > 1 for stage in plan.training.stages):
+    if any(len({owner[gpu] for gpu in stage.gpu_ids}) > 1 for stage in training.stages):
         pools = make_pools(cluster, efficiencies, "pessimistic")
         owner = _owners(cluster, pools)
-        parts = (
-            [(owner[each.gpu_ids[0]], each.gpu_ids) for each in of] for of in (plan.training.stages, plan.replicas)
-        )
-        pools = used_pools(cluster, pools, *parts, is_mixed=plan.training.is_mixed)
-    order = list(dict.fromkeys(owner[stage.gpu_ids[0]] for stage in plan.training.stages))
-    shapes = []
-    for k in order:
-        own = [stage for stage in plan.training.stages if owner[stage.gpu_ids[0]] == k]
-        shapes.append(Shapes.of(len(own), own[0].tp, own[0].dp))
-    training = plan.training
-    table = evaluated(Pipelines(model, work, pools, order, shapes, training.shard_size, training.is_mixed))
-    sync = sync_table(model, work, pools, table.shares)[0]
+        parts = ([(owner[each.gpu_ids[0]], each.gpu_ids) for each in of] for of in (training.stages, plan.replicas))
+        pools = used_pools(cluster, pools, *parts, is_mixed=training.is_mixed)
+    placed = [owner[stage.gpu_ids[0]] for stage in training.stages]
+    on_pool = dict(zip(placed, training.stages, strict=True))  # all stages on a pool have the same shape
+    shapes = [Shapes.of(placed.count(k), stage.tp, stage.dp) for k, stage in on_pool.items()]
+    table = evaluated(Pipelines(model, work, pools, list(on_pool), shapes, training.shard_size, training.is_mixed))
+    engines = [owner[replica.gpu_ids[0]] for replica in plan.replicas]
     costs = [
-        (k, replica_cost(model, work, pools.pools[k].place, each.tp, each.pp, each.batch))
-        for each in plan.replicas
-        for k in [owner[each.gpu_ids[0]]]
+        replica_cost(model, work, pools.pools[k].place, replica.tp, replica.pp, replica.batch)
+        for k, replica in zip(engines, plan.replicas, strict=True)
     ]
-    speeds, pauses = (np.array([getattr(c, key) for _, c in costs]) for key in ("tokens_per_s", "pause_s"))
+    speeds, pauses = np.array([(cost.tokens_per_s, cost.pause_s) for cost in costs]).T
     rollout_s = filled_s(work.output_tokens, speeds, pauses)
-    return float(make_step(work).step_s(max(sync[k] for k, _ in costs), rollout_s, table.time_s[0]))
+    sync_s = sync_table(model, work, pools, table.shares)[0, engines].max()
+    return float(make_step(work).step_s(sync_s, rollout_s, table.time_s[0]))
 
 
 def _owners(cluster: Cluster, pools: Pools) -> dict[str, int]:
