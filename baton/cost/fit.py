@@ -127,12 +127,12 @@ def _fit_train(
         tried = msgspec.structs.replace(place, efficiency=bare.model_copy(update={"backward": backward}))
         return np.array([predicted_s(model, work, tried, devices, point) for point in points])
 
-    is_told = len({point.trained_share for point in points}) > 1 and not work.backwards_all
-    columns = [times(0.0), times(1.0) - times(0.0)] if is_told else [times(given)]
+    is_identifiable = len({point.trained_share for point in points}) > 1 and not work.backwards_all
+    columns = [times(0.0), times(1.0) - times(0.0)] if is_identifiable else [times(given)]
     seconds = np.array([point.seconds for point in points])
     overhead_s, slower, *rest = _least_squares([np.ones(len(points)), *columns], seconds)
     slower = max(1 / most_share(place.gpu.name), slower)
-    backward = min(BACKWARD[1], max(BACKWARD[0], rest[0] / slower)) if is_told else given
+    backward = min(BACKWARD[1], max(BACKWARD[0], rest[0] / slower)) if is_identifiable else given
     found = {"train": 1 / slower, "backward": backward, "train_overhead_s": max(0.0, overhead_s)}
     return place.efficiency.model_copy(update=found)
 

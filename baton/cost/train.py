@@ -156,11 +156,8 @@ def mixed_terms(
     ranks = np.sum(counts, axis=0)
     # a mixed stage is on several machines, even if it has few ranks
     inside = work.shard_size or 0.5
-    found = []
-    for place, own in zip(places, shares, strict=True):
-        slowest = msgspec.structs.replace(place, inter_bytes_per_s=bytes_per_s)
-        found.append(stage_terms(model, work, slowest, inside, 1, ranks, own))
-    return found
+    slowest = (msgspec.structs.replace(place, inter_bytes_per_s=bytes_per_s) for place in places)
+    return [stage_terms(model, work, each, inside, 1, ranks, own) for each, own in zip(slowest, shares, strict=True)]
 
 
 def stage_terms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 
@@ -33,12 +33,12 @@ class _Request(msgspec.Struct, frozen=True):
     """For a stage, its index within its pool. For a replica, the index of its shape in `AssignmentProblem.columns`."""
 
 
-def seat(
+def assign(
     problem: AssignmentProblem,
     cluster: Cluster,
     row: int | None,
     counts: Sequence[int],
-    prefer: dict[str, str] | None = None,
+    prefer: Mapping[str, str] = {},
 ) -> GpuAssignment:
     """Assign GPUs to every replica and to every group of the training shape. `row`: the training shape's row in the
     table; if it is None, GPUs are assigned only to replicas.
@@ -47,9 +47,9 @@ def seat(
     replicas on nodes with few free GPUs. `prefer`: current role (`train` or `rollout`) of GPUs, which is kept if
     possible.
     """
-    table, pools, prefer = problem.table, problem.pools, prefer or {}
+    table, pools = problem.table, problem.pools
     staged: dict[tuple[int, int], list[tuple[str, ...]]] = {}
-    seated: list[tuple[int, tuple[str, ...]]] = []
+    replicas: list[tuple[int, tuple[str, ...]]] = []
     idle: list[tuple[int, str]] = []
     for k, pool in enumerate(pools.pools):
         names = [cluster.nodes[place].name for place in pool.nodes]
@@ -74,20 +74,20 @@ def seat(
             if request.role == "train":
                 staged[k, request.index] = found
             else:
-                seated.append((request.index, tuple(gpu for group in found for gpu in group)))
+                replicas.append((request.index, tuple(gpu for group in found for gpu in group)))
         idle += [(k, f"{name}:{gpu}") for name, left in zip(names, free, strict=True) for gpu in left]
     used = [0] * len(pools.pools) if row is None else table.stages[row].tolist()
     order = [(k, s) for k in pools.pipeline_order(range(len(used))) for s in range(used[k])]
     stages = tuple((k, tuple(staged[k, s])) for k, s in order)
     is_mixed = row is not None and bool(table.is_mixed[row])
-    return GpuAssignment(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle), is_mixed)
+    return GpuAssignment(stages, tuple(sorted(replicas, key=lambda s: s[0])), tuple(idle), is_mixed)
 
 
 def _choose(
     free: Sequence[list[int]],
     names: Sequence[str],
     request: _Request,
-    prefer: dict[str, str],
+    prefer: Mapping[str, str],
     used: Container[int],
     wanted: int,
 ) -> int:
@@ -104,6 +104,6 @@ def _choose(
     return min(fitting, key=rank)
 
 
-def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, str]) -> list[int]:
+def _pick(free: Sequence[int], name: str, request: _Request, prefer: Mapping[str, str]) -> list[int]:
     ranked = sorted(free, key=lambda gpu: (prefer.get(f"{name}:{gpu}") != request.role, gpu))
     return sorted(ranked[: request.group])

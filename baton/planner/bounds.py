@@ -97,7 +97,7 @@ def division_bound_s(problem: AssignmentProblem) -> float:
     def can(time_s: float) -> bool:
         left = time_s - problem.sync_bound_s
         rollout_s = left - step.latency_s
-        if rollout_s < step.judge_s or left <= 0:
+        if rollout_s < step.scoring_s or left <= 0:
             return False
         train = problem.train_rate_bound * left
         for work, gated in bound.work(rollout_s):
@@ -107,7 +107,7 @@ def division_bound_s(problem: AssignmentProblem) -> float:
         return True
 
     alone_s = 1 / float(problem.train_rate_bound.min())
-    low, high = 0.0, float(max(bound.times[-1], alone_s) * 2 + problem.sync_bound_s + step.judge_s + step.latency_s)
+    low, high = 0.0, float(max(bound.times[-1], alone_s) * 2 + problem.sync_bound_s + step.scoring_s + step.latency_s)
     if not can(high):
         return np.inf
     for _ in range(50):

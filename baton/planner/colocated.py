@@ -14,12 +14,12 @@ import numpy as np
 from baton.cost.memory import SLEEPING_VLLM_BYTES, state_bytes_per_param
 from baton.cost.train import stage_terms
 from baton.errors import UserError
-from baton.planner.assign import seat
+from baton.planner.assign import assign
 from baton.planner.bounds import division_bound_s
 from baton.planner.exact import Solution, solution
 from baton.planner.infeasible import refuse_without_shapes
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.plan_from_solution import describe_seated
+from baton.planner.plan_from_solution import describe_assigned
 from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import RolloutProgram
 from baton.specs.cluster import Cluster
@@ -99,7 +99,7 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
         return None
     columns = tuple(problem.columns[index] for index in fitting)
     program = RolloutProgram(msgspec.structs.replace(problem, columns=columns))
-    rollout = program.fastest(program.left(None), [True] * len(pools), problem.step.judge_s)
+    rollout = program.fastest(program.left(None), [True] * len(pools), problem.step.scoring_s)
     if rollout is None:
         return None
     counts = [0] * len(problem.columns)
@@ -109,12 +109,12 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
 
 
 def _described(inputs: Inputs, problem: AssignmentProblem, found: Solution, swap_s: float) -> Plan:
-    training_seats = seat(problem, inputs.cluster, found.row, [0] * len(problem.columns))
-    engine_seats = seat(problem, inputs.cluster, None, found.rollout.counts)
+    training_gpus = assign(problem, inputs.cluster, found.row, [0] * len(problem.columns))
+    engine_gpus = assign(problem, inputs.cluster, None, found.rollout.counts)
     least_s = division_bound_s(problem)
     swapped = msgspec.structs.replace(found, sync_s=found.sync_s + swap_s, bound_s=least_s)
-    plan = describe_seated(inputs, problem, swapped, "exact", training_seats, engine_seats)
-    used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
+    plan = describe_assigned(inputs, problem, swapped, "exact", training_gpus, engine_gpus)
+    used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_gpus.replicas for gpu in gpus)}
     outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
     idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s

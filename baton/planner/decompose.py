@@ -230,7 +230,7 @@ def _generating(
         left[:, part.pool] -= part.stages[rows] * part.tp[rows] * own
     left *= reached[rows]
     rollout_s = left_s[rows] - step.latency_s
-    enough = rollout_s >= step.judge_s
+    enough = rollout_s >= step.scoring_s
     for table, gated in bound.tables:
         work = sum(left[:, k] * np.interp(rollout_s, bound.times, table[k]) for k in range(len(pools)))
         enough &= work + gated >= bound.tokens
@@ -244,16 +244,16 @@ def _least_groups(problem: AssignmentProblem, parts: _Family, place: int, pace: 
     sizes = problem.pools.pools[part.pool].sizes
     rate = stage_link(problem.pools, [each.pool for each in parts], place, part.stages)
 
-    def asked(nodes: Floats | float) -> Floats:
+    def needed(nodes: Floats | float) -> Floats:
         """Return the number of groups needed if a stage spans `nodes` nodes. A stage on more nodes sends its
         activations faster to the next stage."""
         left = pace - part.boundary_bytes / nodes / rate
         return np.where(left > 0, np.ceil(part.work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
-    need = np.maximum(groups, asked(len(sizes)))
+    need = np.maximum(groups, needed(len(sizes)))
     for _ in range(PASSES):  # each pass adds either groups on the same nodes or one node
         nodes = np.maximum(1.0, np.ceil(part.tp * np.minimum(need, 1e9) / max(sizes)))
-        need = np.maximum(need, np.minimum(asked(nodes), nodes * max(sizes) // part.tp + 1))
+        need = np.maximum(need, np.minimum(needed(nodes), nodes * max(sizes) // part.tp + 1))
     return need
 
 

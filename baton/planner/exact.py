@@ -114,7 +114,7 @@ def _try(
         answer = program.reaches(left, allowed, budget)
         if answer.bound < step.output_tokens * (1 - CLOSE):
             return None, step_s
-    floor = max(step.judge_s, train_s - step.latency_s if step.overlaps else 0.0)
+    floor = max(step.scoring_s, train_s - step.latency_s if step.overlaps else 0.0)
     rollout = program.fastest(left, allowed, floor)
     if rollout is None:
         return None, np.inf

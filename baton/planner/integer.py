@@ -54,7 +54,7 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     lp.a_matrix_.start_ = np.searchsorted(columns, np.arange(num_columns + 1))
     lp.a_matrix_.index_, lp.a_matrix_.value_ = places, rows.T[columns, places]
     lp.integrality_ = [highspy.HighsVarType.kInteger] * num_columns
-    _say_nothing()
+    _create_first_solver_silently()
     make: Any = highspy.Highs  # Any: highspy has no type annotations
     solver = make()
     for key, value in (
@@ -76,7 +76,7 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
 
 
 @cache
-def _say_nothing() -> None:
+def _create_first_solver_silently() -> None:
     """Create the first solver of this process while standard output is discarded. HiGHS 1.16 prints its version when a
     process creates its first solver. This line would make the output of `baton plan --json` invalid JSON, and no option
     suppresses it."""

@@ -52,10 +52,10 @@ class _UsedLinks(msgspec.Struct, frozen=True):
     """Pool → machines with engines."""
 
 
-def parts_of(seats: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[list[Part], list[Part]]:
+def parts_of(assigned: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[list[Part], list[Part]]:
     """Return the stages and the replicas of an assignment."""
-    stages = [(k, tuple(gpu for group in groups for gpu in group)) for k, groups in seats.stages]
-    return stages, [(pools_of_columns[column], gpus) for column, gpus in seats.replicas]
+    stages = [(k, tuple(gpu for group in groups for gpu in group)) for k, groups in assigned.stages]
+    return stages, [(pools_of_columns[column], gpus) for column, gpus in assigned.replicas]
 
 
 def used_pools(
@@ -93,10 +93,12 @@ def used_pools(
     return Pools(tuple(found), tuple(map(tuple, between)), pools.view)
 
 
-def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
+def faster_assignments(
+    cluster: Cluster, pools: Pools, assigned: GpuAssignment, columns: Sequence[int]
+) -> list[GpuAssignment]:
     """Return one assignment for each of `EMPHASES`. Machines of one pool that have equally many GPUs are exchanged so
     that the plan uses faster links. `columns`: the pool of each replica shape of the problem."""
-    used = _used(cluster, *parts_of(seats, columns), is_mixed=seats.is_mixed)
+    used = _used(cluster, *parts_of(assigned, columns), is_mixed=assigned.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []
     for emphasis in EMPHASES:
@@ -106,10 +108,10 @@ def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: 
             name, _, index = gpu.rpartition(":")
             return f"{now[name]}:{index}"
 
-        stages = tuple((k, tuple(tuple(map(moved, group)) for group in groups)) for k, groups in seats.stages)
-        replicas = tuple((column, tuple(map(moved, gpus))) for column, gpus in seats.replicas)
-        idle = tuple((k, moved(gpu)) for k, gpu in seats.idle)
-        found.append(GpuAssignment(stages, replicas, idle, seats.is_mixed))
+        stages = tuple((k, tuple(tuple(map(moved, group)) for group in groups)) for k, groups in assigned.stages)
+        replicas = tuple((column, tuple(map(moved, gpus))) for column, gpus in assigned.replicas)
+        idle = tuple((k, moved(gpu)) for k, gpu in assigned.idle)
+        found.append(GpuAssignment(stages, replicas, idle, assigned.is_mixed))
     return found
 
 

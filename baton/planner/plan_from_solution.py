@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -10,11 +10,11 @@ import numpy as np
 
 from baton.cost.memory import rank_phases, stage_bytes
 from baton.cost.train import in_flight, rank_of, rank_speeds, stage_terms
-from baton.planner.assign import GpuAssignment, seat
+from baton.planner.assign import GpuAssignment, assign
 from baton.planner.exact import Solution
 from baton.planner.exact import solution as selected
 from baton.planner.instance import Inputs
-from baton.planner.links import faster_seats, parts_of, used_pools
+from baton.planner.links import faster_assignments, parts_of, used_pools
 from baton.planner.pools import Pools
 from baton.planner.problem import AssignmentProblem, Floats, TrainTable, replica_columns, sync_table
 from baton.planner.replicas import rounded_shares
@@ -23,22 +23,22 @@ from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica,
 
 
 def describe(
-    inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
+    inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: Mapping[str, str] = {}
 ) -> Plan:
     """Return the plan of a solution. `prefer`: current role of each GPU; a GPU keeps its role if possible.
 
     If machines of one GPU type have different links, the plan's times are computed with the links that the plan uses.
     Without `prefer`, machines of one GPU type are also exchanged so that the plan uses faster links."""
-    seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
+    assigned = assign(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or inputs.rates is not None:
-        return describe_seated(inputs, problem, solution, method, seats, seats)
+        return describe_assigned(inputs, problem, solution, method, assigned, assigned)
     columns = [column.pool for column in problem.columns]
-    tried = [seats] if prefer else [seats, *faster_seats(inputs.cluster, problem.pools, seats, columns)]
+    tried = [assigned] if prefer else [assigned, *faster_assignments(inputs.cluster, problem.pools, assigned, columns)]
     plans = []
     for each in tried:
         pools = used_pools(inputs.cluster, problem.pools, *parts_of(each, columns), is_mixed=each.is_mixed)
         own, found = _on_pools(inputs, problem, solution, pools)
-        plans.append(describe_seated(inputs, own, found, method, each, each))
+        plans.append(describe_assigned(inputs, own, found, method, each, each))
     return min(plans, key=lambda plan: plan.breakdown.step_s)
 
 
@@ -68,16 +68,16 @@ def _pipeline(inputs: Inputs, pools: Pools, table: TrainTable, row: int) -> Pipe
     return Pipelines(inputs.model, inputs.work, pools, order, parts, size, is_mixed)
 
 
-def describe_seated(
+def describe_assigned(
     inputs: Inputs,
     problem: AssignmentProblem,
     solution: Solution,
     method: str,
-    training_seats: GpuAssignment,
-    seats: GpuAssignment,
+    training_gpus: GpuAssignment,
+    assigned: GpuAssignment,
 ) -> Plan:
     """Return the plan of a solution with given GPUs for trainer and replicas."""
-    training = describe_training(inputs, problem, solution.row, training_seats)
+    training = describe_training(inputs, problem, solution.row, training_gpus)
     step = problem.step
     # the rollout time in the solution may be longer than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
@@ -91,7 +91,7 @@ def describe_seated(
         overlaps=step.overlaps,
         cycle_overhead_s=_cycle_overhead_s(inputs, problem, solution.row),
     )
-    replicas = describe_replicas(inputs, problem, seats, max(rollout_s, step.judge_s))
+    replicas = describe_replicas(inputs, problem, assigned, max(rollout_s, step.scoring_s))
     plan = Plan(
         cluster=inputs.cluster.name,
         model=inputs.model.name,
@@ -99,7 +99,7 @@ def describe_seated(
         method=method,
         training=training,
         replicas=replicas,
-        idle=_idle(problem, seats, breakdown),
+        idle=_idle(problem, assigned, breakdown),
         breakdown=breakdown,
         tokens_per_step=inputs.work.trained_tokens,
         max_staleness=inputs.work.max_staleness,
@@ -140,20 +140,20 @@ def filled_s(tokens: float, speed: Floats, pause: Floats) -> float:
         works &= ~late
 
 
-def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
+def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, assigned: GpuAssignment) -> Training:
     """Return the training side of a plan."""
     if inputs.rates is not None:
-        return _rated_training(inputs, problem, row, seats)
+        return _rated_training(inputs, problem, row, assigned)
     table, pools, pipeline = problem.table, problem.pools, _pipeline(inputs, problem.pools, problem.table, row)
     parts, is_mixed, balance = pipeline.shapes, pipeline.is_mixed, balanced(pipeline)
     shard_gradients, shard_size = bool(balance.shard_gradients[0]), int(balance.shard_size[0])
     work = msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients, shard_size=shard_size)
     inputs = msgspec.structs.replace(inputs, work=work)
-    speeds = rank_speeds(work, [pool.place for pool in pipeline.used]) if is_mixed else [1.0] * len(seats.stages)
+    speeds = rank_speeds(work, [pool.place for pool in pipeline.used]) if is_mixed else [1.0] * len(assigned.stages)
     whole = [inputs.model.num_layers] * len(parts)
     layers = whole if is_mixed else stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0
-    for place, ((k, groups), count) in enumerate(zip(seats.stages, layers, strict=True)):
+    for place, ((k, groups), count) in enumerate(zip(assigned.stages, layers, strict=True)):
         tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
         stages.append(
             Stage(
@@ -216,11 +216,11 @@ def _stage_memory(
     return float(stage_bytes(phases, layers))
 
 
-def _rated_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
+def _rated_training(inputs: Inputs, problem: AssignmentProblem, row: int, assigned: GpuAssignment) -> Training:
     table, time_s = problem.table, float(problem.table.time_s[row])
-    counts = rounded_shares([float(table.shares[row, k]) for k, _ in seats.stages], inputs.model.num_layers)
+    counts = rounded_shares([float(table.shares[row, k]) for k, _ in assigned.stages], inputs.model.num_layers)
     stages, first = [], 0
-    for (k, groups), count in zip(seats.stages, counts, strict=True):
+    for (k, groups), count in zip(assigned.stages, counts, strict=True):
         gpus = tuple(gpu for group in groups for gpu in group)
         limit = problem.pools.pools[k].place.memory_limit_bytes
         stages.append(Stage(problem.pools.pools[k].gpu, gpus, len(gpus), 1, (first, first + count), 0.0, limit))
@@ -229,15 +229,15 @@ def _rated_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats:
 
 
 def describe_replicas(
-    inputs: Inputs, problem: AssignmentProblem, seats: GpuAssignment, time_s: float
+    inputs: Inputs, problem: AssignmentProblem, assigned: GpuAssignment, time_s: float
 ) -> tuple[Replica, ...]:
     """Return the rollout side of a plan."""
-    works = [problem.columns[index].work(time_s) for index, _ in seats.replicas]
+    works = [problem.columns[index].work(time_s) for index, _ in assigned.replicas]
     total = sum(works)
     shares = [work / total for work in works]
     trajectories = rounded_shares(shares, inputs.work.num_trajectories)
     found = []
-    for (index, gpus), share, count in zip(seats.replicas, shares, trajectories, strict=True):
+    for (index, gpus), share, count in zip(assigned.replicas, shares, trajectories, strict=True):
         column = problem.columns[index]
         edges = np.cumsum([0, *column.cost.layers]).tolist()
         pool = problem.pools.pools[column.pool]
@@ -260,9 +260,9 @@ def describe_replicas(
     return tuple(found)
 
 
-def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown) -> tuple[Idle, ...]:
+def _idle(problem: AssignmentProblem, assigned: GpuAssignment, breakdown: Breakdown) -> tuple[Idle, ...]:
     found: dict[str, list[str]] = {}
-    for k, gpu in seats.idle:
+    for k, gpu in assigned.idle:
         pool = problem.pools.pools[k]
         own = [column for column in problem.columns if column.pool == k]
         if not own:
@@ -307,8 +307,8 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
         found.append(f"rollout is the bottleneck: {seconds(filled)} with scoring; training takes {seconds(b.train_s)}")
     if b.sync_s > 0.1 * b.step_s:
         found.append(f"weight publication takes {b.sync_s / b.step_s:.0%} of a step, because of its slowest link")
-    if problem.step.judge_s > b.rollout_s:
-        found.append(f"scoring a batch takes {seconds(problem.step.judge_s)}, longer than generating it")
+    if problem.step.scoring_s > b.rollout_s:
+        found.append(f"scoring a batch takes {seconds(problem.step.scoring_s)}, longer than generating it")
     running = sum(replica.batch for replica in plan.replicas)
     if np.isfinite(problem.step.max_running) and running > 0.9 * problem.step.max_running:
         found.append(f"max_staleness allows {problem.step.max_running:.0f} running trajectories, and {running} run")

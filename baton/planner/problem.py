@@ -99,7 +99,7 @@ class StepModel(msgspec.Struct, frozen=True):
     """Tokens generated per step."""
     max_running: float
     """Maximum number of running trajectories over all replicas; infinite with a table of rates (`--rates`)."""
-    judge_s: float
+    scoring_s: float
     """Time to score all trajectories of a batch."""
     latency_s: float
     """Time to score the last trajectory."""
@@ -109,18 +109,18 @@ class StepModel(msgspec.Struct, frozen=True):
     def step_s(self, sync_s: Array, rollout_s: Array, train_s: Array) -> Array:
         """Return `sync + max(rollout + reward, train)` if generation and training overlap, otherwise the sum of the
         four times."""
-        filled_s = np.maximum(rollout_s, self.judge_s) + self.latency_s
+        filled_s = np.maximum(rollout_s, self.scoring_s) + self.latency_s
         return sync_s + (np.maximum(filled_s, train_s) if self.overlaps else filled_s + train_s)
 
     def reward_s(self, rollout_s: float) -> float:
         """Return the scoring time that remains after the rollout. All trajectories except the last can be scored during
         the rollout."""
-        return max(0.0, self.judge_s - rollout_s) + self.latency_s
+        return max(0.0, self.scoring_s - rollout_s) + self.latency_s
 
     def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
         """Return the longest rollout time with which a step takes at most `step_s`; negative if there is none."""
         left = step_s - sync_s - self.latency_s - (0.0 if self.overlaps else train_s)
-        is_possible = left >= self.judge_s and (not self.overlaps or sync_s + train_s <= step_s)
+        is_possible = left >= self.scoring_s and (not self.overlaps or sync_s + train_s <= step_s)
         return left if is_possible else -1.0
 
 
@@ -168,7 +168,7 @@ def make_step(work: Workload) -> StepModel:
     return StepModel(
         output_tokens=work.output_tokens,
         max_running=work.max_running,
-        judge_s=work.num_trajectories * work.reward_latency_s / at_once,
+        scoring_s=work.num_trajectories * work.reward_latency_s / at_once,
         latency_s=work.reward_latency_s,
         overlaps=work.max_staleness > 0,
     )

@@ -219,7 +219,7 @@ def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> Bools:
         return serial_bound_s(problem, bound, counts) <= step_s
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s
     rollout_s = left - step.latency_s
-    can = (rollout_s >= step.judge_s) & (left > 0)
+    can = (rollout_s >= step.scoring_s) & (left > 0)
     clipped = np.maximum(rollout_s, 0.0)
     for table, gated in bound.tables:
         work = np.stack([np.interp(clipped, bound.times, row) for row in table], axis=1) / bound.tokens

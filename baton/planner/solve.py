@@ -86,9 +86,9 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
     """Return the plan of a part of the cluster as a plan of the whole cluster, in which the GPUs outside the part are
     idle. The price includes them."""
-    seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
-    seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
-    outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)
+    named = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
+    named |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
+    outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in named)
     idle = (*plan.idle, Idle(outside, LEFT_OUT)) if outside else plan.idle
     return msgspec.structs.replace(plan, idle=idle, price_per_h=cluster.price_per_h)
 

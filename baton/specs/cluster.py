@@ -77,7 +77,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(node.gpu.name for node in self.nodes))
+        return tuple(self.places)
 
     @property
     def places(self) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from baton.cost.efficiency import Efficiencies
 from baton.planner.assign import GpuAssignment
 from baton.planner.certainty import step_s
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.links import faster_seats, parts_of, used_pools
+from baton.planner.links import faster_assignments, parts_of, used_pools
 from baton.planner.pools import make_pools
 from baton.planner.solve import solve
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
@@ -69,14 +69,14 @@ def test_machines_are_exchanged_so_that_the_ring_of_a_stage_and_publication_use_
     pools = make_pools(of, Efficiencies(), "pessimistic")
     names = [node.name for node in of.nodes]
     stage = tuple((f"{name}:0",) for name in names[:6])
-    seats = GpuAssignment(((0, stage),), ((0, (f"{names[6]}:0",)), (0, (f"{names[7]}:0",))), ())
+    given = GpuAssignment(((0, stage),), ((0, (f"{names[6]}:0",)), (0, (f"{names[7]}:0",))), ())
 
-    def slowest(of_seats: GpuAssignment) -> tuple[float, float]:
-        used = used_pools(of, pools, *parts_of(of_seats, [0]))
+    def slowest(assigned: GpuAssignment) -> tuple[float, float]:
+        used = used_pools(of, pools, *parts_of(assigned, [0]))
         return used.pools[0].place.inter_bytes_per_s, used.bytes_per_s[0][0]
 
-    assert slowest(seats) == (1.0, 10.0)
-    assert max(map(slowest, faster_seats(of, pools, seats, [0]))) == (10.0, 10.0)
+    assert slowest(given) == (1.0, 10.0)
+    assert max(map(slowest, faster_assignments(of, pools, given, [0]))) == (10.0, 10.0)
 
 
 @pytest.mark.parametrize("seed", range(30))
