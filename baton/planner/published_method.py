@@ -45,19 +45,13 @@ def _pair_sums(problem: AssignmentProblem, rows: Ints) -> Floats:
     pools = problem.pools.pools
     total = np.zeros(len(rows))
     for k, pool in enumerate(pools):
-        within = _inner_pairs(pool)[rows[:, k]]
+        on_own_node = [0, *(earlier for size in pool.sizes for earlier in range(size))]
+        within = np.cumsum(on_own_node)[rows[:, k]]  # pairs on the same node
         pairs = rows[:, k] * (rows[:, k] - 1) / 2
         total += within * pool.place.link_bytes_per_s + (pairs - within) * pool.place.inter_bytes_per_s
         for other in range(k + 1, len(pools)):
             total += rows[:, k] * rows[:, other] * problem.pools.bytes_per_s[k][other]
     return total
-
-
-def _inner_pairs(pool: GpuPool) -> Floats:
-    """Return, for each n, how many pairs of the first n GPUs of a pool are on the same node, [GPUs + 1]."""
-    new = [float(place) for size in pool.sizes for place in range(size)]
-    pairs: Floats = np.cumsum([0.0, *new])
-    return pairs
 
 
 def divisions(problem: AssignmentProblem) -> Ints:
@@ -96,10 +90,10 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
     total = sum(pool.num_gpus for pool in problem.pools.pools)
     while stable < STABLE and high - low > 1 / (4 * total):
         gamma = (low + high) / 2
-        found = evaluate_division(problem, program, propose(problem, gamma, rows, scores))
+        division = propose(problem, gamma, rows, scores)
+        found = evaluate_division(problem, program, division)
         if found is None:  # one side has no feasible shape: move γ towards that side
-            low = low if _rows_within(problem, propose(problem, gamma, rows, scores)).any() else gamma
-            high = high if low == gamma else gamma
+            low, high = (low, gamma) if _rows_within(problem, division).any() else (gamma, high)
             continue
         train_s = float(problem.table.time_s[found.row])
         if train_s < found.rollout.time_s + problem.step.reward_s(found.rollout.time_s):

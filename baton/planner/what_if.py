@@ -61,15 +61,10 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
     same = [k for k, node in enumerate(cluster.nodes) if node.gpu.name == like.gpu.name and k != place]
     others = [rate for k, rate in enumerate(cluster.bytes_per_s[place]) if k != place]
     to_like = cluster.bytes_per_s[place][same[0]] if same else min(others, default=like.link_bytes_per_s)
-    rates = [list(row) for row in cluster.bytes_per_s]
-    new = [to_like if k == place else rate for k, rate in enumerate(rates[place])]
-    for row, rate in zip(rates, new, strict=True):
-        row.append(rate)
-    rates.append([*new, 0.0])
+    new = [to_like if k == place else rate for k, rate in enumerate(cluster.bytes_per_s[place])]
+    rows = ((*row, rate) for row, rate in zip(cluster.bytes_per_s, new, strict=True))
     node = msgspec.structs.replace(like, name=f"{like.name}-more", num_gpus=1)
-    return msgspec.structs.replace(
-        cluster, nodes=(*cluster.nodes, node), bytes_per_s=tuple(tuple(row) for row in rates)
-    )
+    return msgspec.structs.replace(cluster, nodes=(*cluster.nodes, node), bytes_per_s=(*rows, (*new, 0.0)))
 
 
 def price_curve(inputs: Inputs, *, reward_per_h: float) -> list[PricePoint]:
