@@ -94,7 +94,7 @@ class Cluster(msgspec.Struct, frozen=True):
 # ---- the TOML file ---------------------------------------------------------------------------------------------------
 
 
-class GpuSettings(Settings):
+class GpuSettings(Settings, allow_inf_nan=False):
     """[gpu.NAME] a new GPU type, or changes to a GPU type of the catalogue."""
 
     bf16_tflops: float | None = Field(default=None, gt=0)
@@ -115,7 +115,7 @@ class GpuSettings(Settings):
     """Source of the price."""
 
 
-class MachineSettings(Settings):
+class MachineSettings(Settings, allow_inf_nan=False):
     """A machine type: its GPUs, their links and their price."""
 
     gpu: str
@@ -139,7 +139,7 @@ class NodeSettings(MachineSettings):
     case."""
 
 
-class BetweenSettings(Settings):
+class BetweenSettings(Settings, allow_inf_nan=False):
     """[[links.between]] bandwidth between two GPU types, or between two named machines."""
 
     ends: tuple[str, str]
@@ -148,7 +148,7 @@ class BetweenSettings(Settings):
     """Bandwidth in one direction, 10^9 bytes/s."""
 
 
-class LinkSettings(Settings):
+class LinkSettings(Settings, allow_inf_nan=False):
     """[links] bandwidth between machines."""
 
     inter_node_gb_per_s: float | None = Field(default=None, gt=0)

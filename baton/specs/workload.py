@@ -210,7 +210,7 @@ class Workload(msgspec.Struct, frozen=True):
 # ---- the TOML file ---------------------------------------------------------------------------------------------------
 
 
-class LengthSettings(Settings):
+class LengthSettings(Settings, allow_inf_nan=False):
     """A distribution of token counts: `constant`, `lognormal` or `measured`."""
 
     kind: Literal["constant", "lognormal", "measured"] = "constant"
@@ -244,7 +244,7 @@ class LengthSettings(Settings):
         return lognormal(self.mean, self.cv, self.max)
 
 
-class WorkAlgorithmSettings(Settings):
+class WorkAlgorithmSettings(Settings, allow_inf_nan=False):
     """[algorithm] of a workload: what a train step computes."""
 
     epochs: int = Field(default=1, ge=1)
@@ -266,7 +266,7 @@ class WorkAlgorithmSettings(Settings):
     microbatch."""
 
 
-class WorkRewardSettings(Settings):
+class WorkRewardSettings(Settings, allow_inf_nan=False):
     """[reward] the time of scoring."""
 
     latency_s: float = Field(default=0.0, ge=0)
@@ -293,7 +293,7 @@ class WorkRewardSettings(Settings):
         return self
 
 
-class WorkEngineSettings(Settings):
+class WorkEngineSettings(Settings, allow_inf_nan=False):
     """[engine] of a workload: settings of the engines that generate rollouts."""
 
     shared_prefill: bool = True
