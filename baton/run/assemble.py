@@ -41,7 +41,7 @@ from baton.rewards.functions import PASSED
 from baton.rewards.pool import Launch
 from baton.rewards.scorer import RewardScorer, require_judged
 from baton.rewards.settings import RewardSettings
-from baton.rollout.controller import PromptSource, RolloutController, TrajectoryScorer
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import Engine, Resident
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
@@ -78,15 +78,13 @@ from baton.weights.direct.settings import DirectTransfer
 from baton.weights.version_files import TensorsOfFile
 
 logger = logging.getLogger(__name__)
-RewardPlaces = Sequence[tuple[str, Launch]]
-"""For each process of a reward model: its device, and the function that starts it."""
 
 
 class RemoteReplicas(Protocol):
-    """Starts the vLLM engines of a run (`engine.vllm.replicas`) on other machines. `direct`: how versions are sent to
-    these engines."""
+    """Starts the vLLM engines of a run (`engine.vllm.replicas`) on other machines."""
 
     direct: DirectTransfer
+    """How versions are sent to these engines."""
 
     def build(self, index: int, start: Start, direct: DirectTransfer) -> Engine:
         """Start a replica, for the first time or again. Raises UserError, EngineFault and DeadlineExceeded."""
@@ -233,7 +231,7 @@ def build_loop(
     stop: StopRequest | None = None,
     supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
-    reward_places: RewardPlaces = (),
+    reward_places: Sequence[tuple[str, Launch]] = (),
     replicas: RemoteReplicas | None = None,
 ) -> Loop:
     """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
@@ -281,21 +279,31 @@ def build_loop(
         publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
         trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
         opened.callback(trainer.close)
-        # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `_open`
+        # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `open_run`
         save_checkpoint = checkpoint_writer(recipe, RunDirectory(recipe.run.path, lock), trainer)
         if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
             assert isinstance(trainer, LocalTrainer | RankedTrainer)
             trainer.sleep()
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
-        run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas, opened
-        )
+        if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
+            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace), trainer, replicas)
+            opened.callback(port.close)
+        run = open_run(recipe, lock, trainer, tokenizer, place, threads)
+        if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
+            opened.callback(port.close)
+        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
+        opened.callback(metrics.close)
+        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
+        opened.callback(journal.close)
+        most_tokens = recipe.engine.max_context_tokens
+        worker = WorkerClient(port, recipe.rollout.stall_timeout_s, max_context_tokens=most_tokens, stop=stop)
+        sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
+        player = None if episodes is None else EpisodePlayer(episodes, sampling)
         stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-        scorer = ResponseScorer(judge, tokenizer, trace)
-        rollout, controller = _rollout_side(
-            recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes
-        )
+        prompts, scorer = TokenizedPrompts(stream, encoder), ResponseScorer(judge, tokenizer, trace)
+        rollout = EvalRollout(worker, episodes)
         loop = Loop(
             recipe=recipe,
             run=run,
@@ -305,7 +313,7 @@ def build_loop(
             judge=judge,
             port=port,
             evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
-            controller=controller,
+            controller=RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player),
             journal=journal,
             trainer=trainer,
             predictions=predictions,
@@ -316,7 +324,7 @@ def build_loop(
             last_checkpoint=place.checkpoint,
             stop=stop,
             peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
-            turns=_turns(recipe, supervisor or port, trainer),
+            sharing=_device_sharing(recipe, supervisor or port, trainer),
             trace=trace,
         )
         locked.pop_all()
@@ -400,66 +408,15 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, obser
     return held_out
 
 
-def _turns(recipe: Recipe, engines: WorkerTransport | WorkerSupervisor, trainer: Trainer) -> DeviceSharing | None:
-    """Return the object that switches devices between engines and trainer; None if engines and trainer use different
-    devices."""
+def _device_sharing(
+    recipe: Recipe, engines: WorkerTransport | WorkerSupervisor, trainer: Trainer
+) -> DeviceSharing | None:
     if not recipe.rollout.is_colocated:
         return None
     engine: Any = engines.engine if isinstance(engines, LocalTransport) else engines
     assert isinstance(engine, Resident), "support.toml refuses other colocated engines"
     assert isinstance(trainer, LocalTrainer | RankedTrainer)
     return DeviceSharing(engine, trainer)
-
-
-def _open(
-    recipe: Recipe,
-    lock: RunLock,
-    trainer: Trainer,
-    tokenizer: Tokenizer,
-    place: ResumePoint,
-    threads: int,
-    observer: Observer,
-    trace: TraceWriter,
-    supervisor: WorkerSupervisor | None,
-    replicas: RemoteReplicas | None,
-    opened: ExitStack,
-) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
-    """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the run's
-    directory is changed, so that an error of an engine leaves the directory unchanged. A hub starts afterwards, because
-    the hub keeps files in the directory. `opened`: gets the functions that close all of them."""
-    if not recipe.swarm.is_on:
-        path, leases = recipe.model.path, LeaseTrace(trace)
-        port = build_port(recipe, path, trainer.version, leases, trainer, replicas)
-        opened.callback(port.close)
-    run = open_run(recipe, lock, trainer, tokenizer, place, threads)
-    if recipe.swarm.is_on:
-        port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
-        opened.callback(port.close)
-    metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
-    opened.callback(metrics.close)
-    keeps_partials = recipe.rollout.mode != "sync"
-    journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
-    opened.callback(journal.close)
-    return run, port, metrics, journal
-
-
-def _rollout_side(
-    recipe: Recipe,
-    port: WorkerTransport,
-    prompts: PromptSource,
-    scorer: TrajectoryScorer,
-    journal: Journal,
-    stop: StopRequest,
-    episodes: EpisodeSetup | None,
-) -> tuple[EvalRollout, RolloutController]:
-    """Construct the two objects that send trajectories to workers: one for evaluations, one for training."""
-    worker = WorkerClient(
-        port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
-    )
-    sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
-    player = None if episodes is None else EpisodePlayer(episodes, sampling)
-    controller = RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player)
-    return EvalRollout(worker, episodes), controller
 
 
 def open_episodes(
@@ -469,27 +426,25 @@ def open_episodes(
     UserError if an environment cannot be loaded."""
     if bridge is None:
         return None
-    every = {**mixture.tasks, **mixture.tests}
-    tasks = {name: task for name, task in every.items() if isinstance(task, EnvironmentTask)}
-    settings = {task.name: task for task in (*recipe.task, *recipe.eval.task)}
+    every = (mixture.tasks | mixture.tests).items()
+    specs = {name: task.spec for name, task in every if isinstance(task, EnvironmentTask)}
     if bridge.removes_thoughts:
         say(
             "the chat template removes reasoning from the turns before an observation of role "
             f"{' or '.join(bridge.removes_thoughts)}: the episode then continues in a new path"
         )
-    longest = recipe.rollout.max_new_tokens
-    pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)
+    pool = EnvironmentPool(specs, recipe.environments)
     rules = {
-        name: EpisodeRules(
-            name,
+        own.name: EpisodeRules(
+            own.name,
             own.max_turns,
-            own.max_turn_tokens or longest,
+            own.max_turn_tokens or recipe.rollout.max_new_tokens,
             own.max_observation_tokens,
             own.discount,
-            may_replay=name not in pool.never_replayed,
+            may_replay=own.name not in pool.never_replayed,
         )
-        for name in tasks
-        for own in (settings[name],)
+        for own in (*recipe.task, *recipe.eval.task)
+        if own.name in specs
     }
     say(f"environments: {pool.description}")
     budget = ErrorBudget(recipe.environments.max_failed_share)

@@ -157,8 +157,8 @@ class Loop:
     state: LoopState
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
-    turns: DeviceSharing | None = None
-    """Object that switches the device between trainer and engine; None if they do not share a device."""
+    sharing: DeviceSharing | None = None
+    """Switches the device between trainer and engine; None if they do not share a device."""
     trace: TraceWriter = field(default_factory=TraceWriter)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters at the end of the last train step."""
@@ -188,7 +188,7 @@ class Loop:
             step=state.step,
             cursor=StreamCursor(state.next_group_id, state.position),
             clock=self.clock,
-            turns=self.turns,
+            sharing=self.sharing,
             phase=self.observer.phase,
         )
 
@@ -208,16 +208,12 @@ class Loop:
         gc.freeze()
         try:
             self._train()
-        except OSError as error:
+        except BaseException as error:
             self.has_failed = True
-            if error.errno not in STORAGE_ERRORS:
-                raise
-            raise self._storage_fault(error) from error
-        except StorageFault as error:
-            self.has_failed = True
-            raise StorageFault(f"{error}; {self._way_back()}") from error
-        except BaseException:
-            self.has_failed = True
+            if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+                raise self._storage_fault(error) from error
+            if isinstance(error, StorageFault):
+                raise StorageFault(f"{error}; {self._way_back()}") from error
             raise
         finally:
             gc.unfreeze()
@@ -313,7 +309,7 @@ class Loop:
         counted = self.journal.metrics(step)
         values = trained.metrics | counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.judge.metrics() | self.port.metrics(values)
-        values |= {} if self.turns is None else self.turns.metrics()
+        values |= {} if self.sharing is None else self.sharing.metrics()
         # a sharded trainer reports the peaks of its ranks, which replace the peak of this process
         values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
