@@ -74,8 +74,6 @@ from baton.weights.version_files import VersionFiles
 
 LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400  # longer than any run: a hub cannot renew the token of a running worker
 _SECRET_BYTES = 32
-HEARTBEATS = 6
-"""Number of heartbeats per heartbeat timeout. A worker that misses this many heartbeats is considered dead."""
 
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
@@ -296,7 +294,7 @@ def _welcome(recipe: Recipe, model: _ServedModel) -> Welcome:
         engine=recipe.engine.model_dump(),
         on_new_version=recipe.rules().on_new_version,
         relay_secret=secrets.token_urlsafe(32),
-        heartbeat_s=recipe.swarm.heartbeat_timeout_s / HEARTBEATS,
+        heartbeat_s=recipe.swarm.heartbeat_s,
         report_every_s=recipe.swarm.report_every_s,
     )
 

@@ -28,6 +28,7 @@ from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
 from baton.specs.plan import Plan, Replica
 from baton.specs.workload import LengthSettings, Workload
+from baton.swarm.leases import LeaseRules
 
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
@@ -46,8 +47,6 @@ class SimulationOptions:
     correlation: float = 0.0
     drift: float = 0.0
     judge_cv: float = 0.0
-    swarm: SwarmSpec = field(default_factory=SwarmSpec)
-    """Links, report intervals and timeouts of a swarm."""
     recorded: tuple[RecordedGroup, ...] = ()
     """Groups of a recorded run. If groups are given, their lengths are used instead of a distribution of lengths."""
     is_detailed: bool = False
@@ -117,8 +116,7 @@ class PlanSource:
 
     def _swarm(self, options: SimulationOptions, *, restarts: bool) -> SwarmSpec:
         breakdown = self.plan.breakdown
-        fetch_s = breakdown.sync_s - breakdown.cycle_overhead_s
-        spec = replace(options.swarm, fetch_s=fetch_s, rules=replace(options.swarm.rules, restarts=restarts))
+        spec = SwarmSpec(LeaseRules(restarts=restarts), fetch_s=breakdown.sync_s - breakdown.cycle_overhead_s)
         if options.is_detailed:
             return spec
         pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)
@@ -149,7 +147,7 @@ class PlanSource:
         )
 
     def _place(self, replica: Replica) -> DeviceClass:
-        gpu, link, between, latency_s = _catalogue_gpu(replica.gpu, self.cluster), 0.0, 0.0, 2e-5
+        gpu, link, between, latency_s = _gpu_type(replica.gpu, self.cluster), 0.0, 0.0, 2e-5
         if self.cluster is not None:
             own = {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
             nodes = [i for i, node in enumerate(self.cluster.nodes) if node.name in own]
@@ -161,15 +159,15 @@ class PlanSource:
         return DeviceClass(gpu, link, between or link, latency_s, self.efficiencies.of(gpu.name))
 
 
-def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
-    for node in cluster.nodes if cluster is not None else ():
-        if node.gpu.name == name:
-            return node.gpu
-    if name not in gpu_types():
+def _gpu_type(name: str, cluster: Cluster | None) -> Gpu:
+    known = gpu_types()
+    if cluster is not None:
+        known |= {node.gpu.name: node.gpu for node in cluster.nodes}
+    if name not in known:
         raise UserError(
             f"GPU type {name} of the plan is not in the catalogue; give the plan's cluster file with --cluster"
         )
-    return gpu_types()[name]
+    return known[name]
 
 
 class _PlanOverrides(Settings):
@@ -234,13 +232,10 @@ class RecipeSource:
             )
         spec = None
         if swarm.is_on:
-            leases = swarm.lease_rules(restarts=rules.mode == "sync")
-            heartbeat_s, fetch_s = swarm.heartbeat_timeout_s / 6, efficiency.publish_latency_s
-            spec = replace(
-                options.swarm,
-                rules=leases,
-                fetch_s=fetch_s,
-                heartbeat_s=heartbeat_s,
+            spec = SwarmSpec(
+                swarm.lease_rules(restarts=rules.mode == "sync"),
+                fetch_s=efficiency.publish_latency_s,
+                heartbeat_s=swarm.heartbeat_s,
                 report_every_s=swarm.report_every_s,
             )
         return Setting(

@@ -89,12 +89,10 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
             )
         world.port = SimulatedEnginePool(setting, world.clock, world.script, options.tracer)
     else:
-        trouble = (
-            NetworkFaults(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
-        )
-        world.port = swarm = Swarm(
-            setting, world.clock, world.script, world.record, trouble, options.tracer, options.make_table, world.watches
-        )
+        network = None
+        if options.faults:
+            network = NetworkFaults(options.faults, world.clock, choices(options.seed, "messages"))
+        world.port = swarm = Swarm(world, network, options.tracer, options.make_table)
         FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)
