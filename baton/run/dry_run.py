@@ -219,13 +219,14 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
     device = torch_device(recipe.model.device)
     free, on_cpu = available_bytes(device), device.type == "cpu"
 
+    def processes(changed: Recipe) -> tuple[ProcessMemory, ...]:
+        return processes_of(changed, model, on_cpu=on_cpu, layout=layout_of(changed))
+
     def fits(changed: Recipe) -> bool:
-        processes = processes_of(changed, model, on_cpu=on_cpu, layout=layout_of(changed))
-        return needed_bytes(processes, on_cpu=on_cpu) <= free
+        return needed_bytes(processes(changed), on_cpu=on_cpu) <= free
 
     if not fits(recipe):
-        processes = processes_of(recipe, model, on_cpu=on_cpu, layout=layout_of(recipe))
-        own = [process for process in processes if on_cpu or not process.on_host]
+        own = [process for process in processes(recipe) if on_cpu or not process.on_host]
         raise UserError(explain(own, free, str(device), change_that_fits(recipe, fits)))
     if on_cpu:
         return
@@ -234,9 +235,7 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
         stages = stages_of(recipe, model, on_cpu=False)
         ranks = sum(sleeping_bytes(phases, count) for phases, count in stages) * recipe.trainer.ranks // len(stages)
         uses['the sleeping trainer (rollout.placement = "colocated")'] = ranks
-    for process in processes_of(recipe, model, on_cpu=False, layout=layout_of(recipe)):
-        if process.on_host:
-            uses[process.name] = process.num_bytes
+    uses |= {process.name: process.num_bytes for process in processes(recipe) if process.on_host}
     host = available_bytes(torch.device("cpu"))
     if sum(uses.values()) > host:
         needs = " and ".join(f"{name} needs {gib(num_bytes)}" for name, num_bytes in uses.items())

@@ -191,9 +191,10 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
     """Yield (order, trajectory) for the best, worst and longest trajectories of the first and last recorded train
     steps. No trajectory is yielded twice, and the examples of one order and step have different prompts."""
     steps = run.recorded_steps()
-    tokenizer = load_tokenizer(str(run.tokenizer)) if steps else None
-    for step in dict.fromkeys((steps[0], steps[-1]) if steps else ()):
-        assert tokenizer is not None
+    if not steps:
+        return
+    tokenizer = load_tokenizer(str(run.tokenizer))
+    for step in dict.fromkeys((steps[0], steps[-1])):
         members = [(group, member) for group in run.groups(step) for member in group.members]
         taken: set[str] = set()
         for order in ORDERS:

@@ -311,8 +311,8 @@ class SimEngine:
         assert self._switch is not None, "no switch was requested"
         version, resumes, load_s = self._switch
         self._switch = None
-        for row in [row for row in self._rows.values() if row.is_exact and row.version != version]:
-            self._aborting[row.lease] = None
+        old = (row.lease for row in self._rows.values() if row.is_exact and row.version != version)
+        self._aborting |= dict.fromkeys(old)
         if self._aborting:
             self._end_unwanted(reports)
         self._report_all(reports)
@@ -368,10 +368,8 @@ class SimEngine:
         self._width -= 1
         self._context -= row.prompt + row.tokens
         row.end_step = -1
-        left = self._here[row.group_id] - 1
-        if left:
-            self._here[row.group_id] = left
-        else:
+        self._here[row.group_id] -= 1
+        if not self._here[row.group_id]:
             del self._here[row.group_id]
         self._lanes.append(row.lane)
 
@@ -382,12 +380,10 @@ class SimEngine:
 
     def _preempt(self) -> None:
         while self._width > 1 and self._context + self._width > self._kv_tokens:
-            place = max(range(len(self._heap)), key=lambda i: self._heap[i][2].born)
-            row = self._heap[place][2]
-            self._heap[place] = self._heap[-1]
-            self._heap.pop()
+            youngest = max(self._heap, key=lambda item: item[2].born)
+            self._heap.remove(youngest)
             heapq.heapify(self._heap)
-            self._put_back(row)
+            self._put_back(youngest[2])
             self.busy.preemptions += 1
 
     def _admit(self) -> None:

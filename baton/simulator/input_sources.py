@@ -22,7 +22,7 @@ from baton.records.run_directory import RunDirectory
 from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
-from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
+from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
 from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, rewards_differ, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
@@ -47,7 +47,7 @@ class SimulationOptions:
     correlation: float = 0.0
     drift: float = 0.0
     judge_cv: float = 0.0
-    recorded: tuple[RecordedGroup, ...] = ()
+    recorded: tuple[ScriptedGroup, ...] = ()
     """Groups of a recorded run. If groups are given, their lengths are used instead of a distribution of lengths."""
     is_detailed: bool = False
     """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
@@ -289,13 +289,13 @@ def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:
     return replace(drawn, recorded=() if options.correlation or options.drift else options.recorded)
 
 
-def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
+def recorded_groups(path: Path) -> tuple[ScriptedGroup, ...]:
     """Return a run's recorded groups in the order in which they were opened. Raises UserError if the path has no
     run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
     return tuple(
-        RecordedGroup(
+        ScriptedGroup(
             len(group.members[0].trajectory.prompt_ids),
             tuple(max(1, member.trajectory.num_tokens) for member in group.members),
             rewards_differ(group),

@@ -65,7 +65,7 @@ class RunOptions:
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
-    on_step: Callable[[int, int], None] | None = None
+    on_step: Callable[[int, int], None] = lambda step, num_steps: None
     """Called after each new train step, with its number and the number of train steps of the run."""
 
 
@@ -79,8 +79,7 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
         tracer=options.tracer,
         make_scheduler=options.make_scheduler,
     )
-    if options.on_step is not None:
-        world.on_step = options.on_step
+    world.on_step = options.on_step
     if setting.swarm is None:
         if options.faults:
             raise UserError(

@@ -178,11 +178,9 @@ class Simulation(BatchRecords):
         checkpoint."""
         self.port.begin()
         worker = WorkerClient(self.port, HANG_S, clock=lambda: self.clock.now_s)
-        make = ObservedController if self.watches else RolloutController
-        controller = make(worker, self.rules, ScriptedPrompts(self.script), self._scorer, SAMPLING, self._journal)
-        controller.make_scheduler = self._make_scheduler
-        if isinstance(controller, ObservedController):
-            controller.watches = self.watches
+        prompts = ScriptedPrompts(self.script)
+        controller = ObservedController(worker, self.rules, prompts, self._scorer, SAMPLING, self._journal)
+        controller.watches, controller.make_scheduler = self.watches, self._make_scheduler
         step, cursor = self._checkpoint
         version = PolicyVersion(f"lineage {self.lineage}", step, f"digest {step}")
         return TrainSteps(
