@@ -213,15 +213,13 @@ def _ordered(
 ) -> list[tuple[Group, ScoredTrajectory]]:
     """Return trajectories sorted by length, or by reward with unscored trajectories last. Trajectories with equal
     rewards are sorted by sample index, so that trajectories of one prompt are not adjacent."""
-    match order:
-        case "best" | "worst":
-            sign = -1 if order == "best" else 1
-            members = sorted(members, key=lambda m: m[1].trajectory.sample_index)
-            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, sign * m[1].judgement.reward))
-        case "longest":
-            return sorted(members, key=lambda m: -m[1].num_policy_tokens)
-        case _:
-            return list(members)
+    if order is None:
+        return list(members)
+    if order == "longest":
+        return sorted(members, key=lambda m: -m[1].num_policy_tokens)
+    sign = -1 if order == "best" else 1
+    members = sorted(members, key=lambda m: m[1].trajectory.sample_index)
+    return sorted(members, key=lambda m: (not m[1].judgement.is_judged, sign * m[1].judgement.reward))
 
 
 def decode(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajectory) -> ReadableTrajectory:

@@ -56,17 +56,8 @@ class RunRecord(Ledger):
     outcomes: Counter[str] = field(default_factory=Counter)
     """Name of a fault, or of a reaction to a fault → how often it occurred."""
 
-    def restarted(self, ledger: Ledger) -> None:
-        """Add the ledger of a controller that has stopped."""
-        self._add(ledger)
-        self.outcomes["controller restarted"] += 1
-
-    def close(self, ledger: Ledger, carried: int) -> None:
-        self._add(ledger)
-        self.carried = carried
-        self.generated = self.settled + carried
-
-    def _add(self, ledger: Ledger) -> None:
+    def add(self, ledger: Ledger) -> None:
+        """Add the ledger of a controller that has stopped, except the number of generated tokens."""
         for name in ACCOUNTS[1:]:
             setattr(self, name, getattr(self, name) + getattr(ledger, name))
         self.lost += ledger.lost
