@@ -51,7 +51,7 @@ class SimulatedConnection:
     """Sequence number of the connection. Messages of an earlier connection are discarded."""
     last_s: float = 0.0
     """Arrival time of the last message that was sent in order."""
-    heard_s: float = 0.0
+    arrived_s: float = 0.0
     """Time at which the last message arrived; before the first message, time at which the connection began."""
     due_s: float = math.inf
     """Time of the next check whether messages still arrive; infinite before the first call of `watch`."""
@@ -78,12 +78,12 @@ class SimulatedConnection:
 
     def watch(self, silence_s: Callable[[], float], on_silence: Callable[[], None]) -> None:
         """Begin a connection. Call `on_silence` whenever no message has arrived for `silence_s()` seconds."""
-        self.heard_s, self.due_s, self.silence_s, self.on_silence = self.clock.now_s, math.inf, silence_s, on_silence
+        self.arrived_s, self.due_s, self.silence_s, self.on_silence = self.clock.now_s, math.inf, silence_s, on_silence
         self._expect()
 
     def _expect(self) -> None:
         """Schedule a check for the time by which a message must arrive, unless an earlier check is scheduled."""
-        at_s = max(self.clock.now_s, self.heard_s + self.silence_s())
+        at_s = max(self.clock.now_s, self.arrived_s + self.silence_s())
         if at_s < self.due_s:
             self.due_s = at_s
             self.clock.at(at_s, self._check, self.connection, at_s)
@@ -92,8 +92,8 @@ class SimulatedConnection:
         if (connection, due_s) != (self.connection, self.due_s):
             return
         self.due_s, now_s = math.inf, self.clock.now_s
-        if now_s >= self.heard_s + self.silence_s():
-            self.heard_s = now_s
+        if now_s >= self.arrived_s + self.silence_s():
+            self.arrived_s = now_s
             self.on_silence()
         if connection == self.connection:
             self._expect()
@@ -104,7 +104,7 @@ class SimulatedConnection:
 
     def _arrive(self, connection: int, message: Any) -> None:
         if connection == self.connection:
-            self.heard_s = self.clock.now_s
+            self.arrived_s = self.clock.now_s
             self.take(message)
             if self.due_s < math.inf and connection == self.connection:
                 self._expect()  # the message may have shortened `silence_s`

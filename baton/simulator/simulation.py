@@ -46,7 +46,7 @@ scripted length of each trajectory."""
 
 
 class EventObserver(Protocol):
-    """An observer of every event and command of the scheduler and of the hub's lease table, such as a log, or the
+    """Observes every event and command of the scheduler and of the hub's lease table. Examples are `EventLog` and the
     checker of invariants in `tests/simulator`."""
 
     def on_event(self, event: TimedEvent) -> None:

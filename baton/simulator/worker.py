@@ -39,7 +39,7 @@ class SimWorker:
     """One worker process, from its start to its end."""
 
     def __init__(
-        self, setting: Setting, spec: EngineSpec, clock: VirtualClock, around: WorkerHost, tracer: Tracer | None
+        self, setting: Setting, spec: EngineSpec, clock: VirtualClock, host: WorkerHost, tracer: Tracer | None
     ) -> None:
         assert setting.swarm is not None, "the setting has no swarm"
         self.spec = spec
@@ -59,7 +59,7 @@ class SimWorker:
         )
         self.slowness = 1.0
         self.is_frozen = False
-        self._swarm, self._clock, self._around, self._tracer = setting.swarm, clock, around, tracer
+        self._swarm, self._clock, self._host, self._tracer = setting.swarm, clock, host, tracer
         self._resumes = setting.rules.on_new_version == "resume"
         self._unread: list[FromHub] = []
         """Messages that have arrived while the worker was frozen."""
@@ -78,7 +78,7 @@ class SimWorker:
             return
         self.is_up = False
         self.engine.stop()
-        self._around.lost(self.engine.unreported() + self.session.num_unconfirmed)
+        self._host.lost(self.engine.unreported() + self.session.num_unconfirmed)
         self.engine.abandon()
         self._disconnect()
 
@@ -125,7 +125,7 @@ class SimWorker:
         self._unread.clear()
         self.up.cut()
         self.down.cut()
-        self._around.cut(self)
+        self._host.cut(self)
 
     def _connect_later(self) -> None:
         self._clock.after(self.session.lost(self._clock.now_s), self._connect)
@@ -136,7 +136,7 @@ class SimWorker:
         if self.is_frozen:
             self._clock.after(1.0, self._connect)
             return
-        self.is_connected = self._around.try_connect(self)
+        self.is_connected = self._host.try_connect(self)
         if not self.is_connected:
             self._connect_later()
 
@@ -219,7 +219,7 @@ class SimWorker:
             self._clock.after(1.0, self._fetched, version)
             return
         now_s = self._clock.now_s
-        cause = self._around.fetches(self, version)
+        cause = self._host.fetches(self, version)
         if self._tracer is not None:
             self._tracer.span("fetch", self.engine.name, ASIDE, self._fetching_s, now_s, version=version.number)
         if cause:
