@@ -109,17 +109,10 @@ def engines_beside(recipe: Recipe) -> int:
 
 
 def build_engine(
-    recipe: Recipe,
-    path: str,
-    version: PolicyVersion,
-    trainer: Trainer | None = None,
-    *,
-    replica: int = 0,
-    direct: DirectTransfer | None = None,
+    recipe: Recipe, version: PolicyVersion, direct: DirectTransfer | None, *, replica: int = 0
 ) -> Engine:
-    """Construct the recipe's engine, which loads the model at `path`. `trainer`: the trainer that produces later
-    versions; direct transfers need it. `direct`: how several replicas receive versions. `replica`: index of this engine
-    among the replicas."""
+    """Construct the recipe's engine, which loads the recipe's model. `direct`: how the engine receives later versions;
+    None if it loads them from files. `replica`: index of this engine among the replicas."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
     if layout is not None and layout.engines:
         own = layout.engines[replica]
@@ -127,10 +120,9 @@ def build_engine(
             device, variables = "cuda", visible(own)
         else:
             device = f"cuda:{own[0]}"
-    direct = direct or _direct(recipe, trainer)
     with environment_with(variables):
         return engine_of_model(
-            path,
+            recipe.model.path,
             recipe.engine,
             version,
             device=device,
@@ -141,7 +133,7 @@ def build_engine(
         )
 
 
-def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None = None) -> DirectTransfer | None:
+def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None) -> DirectTransfer | None:
     """Return how versions are sent to engines, and prepare the trainer for this transfer. Return None if engines load
     versions from files."""
     if recipe.weights.transport == "store":
@@ -161,23 +153,22 @@ def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | 
 
 def _replicas(
     recipe: Recipe,
-    path: str,
     version: PolicyVersion,
     trace: LeaseTrace | None,
-    trainer: Trainer | None,
-    remote: RemoteReplicas | None = None,
+    direct: DirectTransfer,
+    remote: RemoteReplicas | None,
 ) -> ReplicaTransport:
     """Start several engines that share the trainer's versions."""
     from baton.rollout.engines.vllm.direct import DirectVersions
     from baton.rollout.engines.vllm.remote import whole_versions
 
-    direct, building, model, settings = _direct(recipe, trainer, remote), Lock(), recipe.model, recipe.engine
-    assert direct is not None, "recipe.py refuses replicas that load versions from files"
+    building, model, settings = Lock(), recipe.model, recipe.engine
     versions, on_cpu = DirectVersions(direct, settings.vllm.answer_timeout_s), direct.backend == "gloo"
     direct = dataclasses.replace(direct, versions=versions)
     if remote is not None:
-        versions.prepare = whole_versions(path, settings, model.attention, on_host=on_cpu)
-    where, device = str(Path(path).absolute()) if Path(path).exists() else path, "cpu" if on_cpu else "cuda"
+        versions.prepare = whole_versions(model.path, settings, model.attention, on_host=on_cpu)
+    path, device = Path(model.path), "cpu" if on_cpu else "cuda"
+    where = str(path.absolute()) if path.exists() else model.path
     start = Start(where, device, model.attention, settings.model_dump(), version, head_dtype=model.head_dtype)
     start = replace(start, is_sparse=direct.is_sparse)
 
@@ -186,32 +177,31 @@ def _replicas(
         if remote is not None:
             return remote.build(index, start, own)
         with building:  # environment variables select the GPUs
-            return build_engine(recipe, path, version, replica=index, direct=own)
+            return build_engine(recipe, version, own, replica=index)
 
     return ReplicaTransport(settings.vllm.replicas, build, versions, version, trace=trace)
 
 
 def build_port(
     recipe: Recipe,
-    path: str,
     version: PolicyVersion,
     trace: LeaseTrace | None = None,
     trainer: Trainer | None = None,
     replicas: RemoteReplicas | None = None,
 ) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process (`build_engine`), several replicas of vLLM,
-    or a pool of engine processes. `replicas`: starts replicas on other machines instead of on this machine."""
+    or a pool of engine processes. `trainer`: the trainer that produces later versions; direct transfers need it.
+    `replicas`: starts replicas on other machines instead of on this machine."""
+    if recipe.engine.processes:
+        model, settings, timeout_s = recipe.model, recipe.engine.model_dump(), recipe.rollout.stall_timeout_s
+        start = Start(model.path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
+        return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
+    direct = _direct(recipe, trainer, replicas)
     if replicas is not None or (recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1):
-        return _replicas(recipe, path, version, trace, trainer, replicas)
-    if not recipe.engine.processes:
-        is_embedded = recipe.engine.kind == "embedded"
-        return LocalTransport(
-            build_engine(recipe, path, version, trainer), trace, num_steps=STEPS if is_embedded else 1
-        )
-    model, settings = recipe.model, recipe.engine.model_dump()
-    start = Start(path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
-    timeout_s = recipe.rollout.stall_timeout_s
-    return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
+        assert direct is not None, "recipe.py refuses replicas that load versions from files"
+        return _replicas(recipe, version, trace, direct, replicas)
+    num_steps = STEPS if recipe.engine.kind == "embedded" else 1
+    return LocalTransport(build_engine(recipe, version, direct), trace, num_steps=num_steps)
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> Path:
@@ -287,7 +277,7 @@ def build_loop(
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
         if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
-            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace), trainer, replicas)
+            port = build_port(recipe, trainer.version, LeaseTrace(trace), trainer, replicas)
             opened.callback(port.close)
         run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory

@@ -121,8 +121,9 @@ def open_swarm(
         store = Store(recipe.weights.store or run / "weights")
         model = _served_model(recipe, tokenizer, files, store)
         local_tokens = files.local_tokens(recipe.swarm.workers)
-        verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, supervisor))
-        access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, supervisor))
+        has_strangers = _lets_others_join(recipe, supervisor)
+        verifier = _verifier(recipe, files, tracer, has_strangers=has_strangers)
+        access = _access(recipe, files, listen, verifier, has_strangers=has_strangers)
         members = Membership(
             access,
             _welcome(recipe, model),
@@ -151,41 +152,29 @@ def open_swarm(
         status = partial(hub_status, hub, publication, progress, version.lineage)
         workers: list[LocalWorkers | WorkerSupervisor] = []
         port = SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
-        undo.callback(port.close)  # also closes the workers that `_start_workers` adds
+        undo.callback(port.close)  # also closes the workers that are appended below
         hub.start(HttpRoutes(hub, store, model.files, status).routes())
-        _start_workers(recipe, files, hub, local_tokens, supervisor, workers)
+        assert hub.port is not None, "the hub listens"
+        url = listen.url(hub.port)
+        if has_strangers:
+            members.say(f"the hub listens at {url}; to join: {listen.join_command(hub.port)}")
+        layout = layout_of(recipe) if local_tokens else None
+        local = LocalWorkers(
+            listen,
+            hub.port,
+            local_tokens,
+            run / "workers",
+            say=members.say,
+            device=recipe.model.device.partition(":")[0],
+            environments=[] if layout is None else [visible(gpus) for gpus in layout.engines],
+        )
+        workers.append(local)
+        if supervisor is not None:
+            workers.append(supervisor)
+            certificate = "" if listen.certificate is None else listen.certificate.read_text()
+            supervisor.begin(_SupervisorAccess(url, certificate, files, hub))
         undo.pop_all()
     return port
-
-
-def _start_workers(
-    recipe: Recipe,
-    files: _Files,
-    hub: Hub,
-    local_tokens: Sequence[Path],
-    supervisor: WorkerSupervisor | None,
-    started: list[LocalWorkers | WorkerSupervisor],
-) -> None:
-    """Start the run's own workers. `started`: gets the supervisors of the workers, also if a later one fails."""
-    assert hub.port is not None, "the hub listens"
-    url = hub.listen.url(hub.port)
-    if _lets_others_join(recipe, supervisor):
-        hub.members.say(f"the hub listens at {url}; to join: {hub.listen.join_command(hub.port)}")
-    layout = layout_of(recipe) if local_tokens else None
-    local = LocalWorkers(
-        hub.listen,
-        hub.port,
-        local_tokens,
-        files.run / "workers",
-        say=hub.members.say,
-        device=recipe.model.device.partition(":")[0],
-        environments=[] if layout is None else [visible(gpus) for gpus in layout.engines],
-    )
-    started.append(local)
-    if supervisor is not None:
-        started.append(supervisor)
-        certificate = hub.listen.certificate
-        supervisor.begin(_SupervisorAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

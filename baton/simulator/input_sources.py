@@ -13,6 +13,7 @@ import msgspec
 
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import DeviceClass, class_cost_tokens
+from baton.cost.train import compute_s
 from baton.errors import UserError
 from baton.policy.tokenizer import model_directory
 from baton.recipe.load import key_and_value, load_recipe, parse_recipe, set_key
@@ -23,7 +24,7 @@ from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
-from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, rewards_differ, train_speed
+from baton.simulator.timing import CostSpeed, FlatSpeed, kv_tokens, rewards_differ, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
 from baton.specs.plan import Plan, Replica
@@ -97,12 +98,12 @@ class PlanSource:
         training, stage = plan.training, plan.reward
         if stage is not None:
             work = msgspec.structs.replace(work, **stage.timing)
-        compute_s = training.compute_s + training.bubble_s
+        batch_s = training.compute_s + training.bubble_s
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
             work=_script_work(work, options),
-            train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
+            train=train_speed(self.model, self.work, batch_s, training.time_s - batch_s),
             judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0,
             cycle_overhead_s=plan.breakdown.cycle_overhead_s,
@@ -226,6 +227,7 @@ class RecipeSource:
         overlaps = rules.mode == "async"
         devices = max(1, threads - count) if overlaps else threads
         shared = max(1.0, (devices + count) / self.cores)
+        batch_s = compute_s(model, work, place, devices)
         if self.efficiencies is None:
             notes.append(
                 "efficiencies are defaults: to measure them, run `baton profile` and give its file with --calibration"
@@ -244,7 +246,7 @@ class RecipeSource:
                 EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, class_cost=classes) for i in range(count)
             ),
             work=_script_work(work, options),
-            train=device_train_speed(model, work, place, devices),
+            train=train_speed(model, work, batch_s, efficiency.train_overhead_s, efficiency.backward),
             judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0 if swarm.is_on else efficiency.publish_latency_s,
             cycle_overhead_s=efficiency.cycle_overhead_s,

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from baton.cost.generate import DeviceClass, context_bytes, decode_s, prefill_s, weight_bytes
-from baton.cost.train import batch_flops, compute_s, forward_passes
+from baton.cost.train import batch_flops, forward_passes
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 from baton.types import Group
@@ -162,9 +162,3 @@ def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float
     return TrainSpeed(
         fixed_s, full_s * share / tokens, full_s * (1 - share) / squared, none / every, work.shares_prompts
     )
-
-
-def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
-    """Return a trainer's speed on `devices` equal GPUs or cores, from efficiencies of `baton profile`."""
-    own = place.efficiency
-    return train_speed(model, work, compute_s(model, work, place, devices), own.train_overhead_s, own.backward)

@@ -180,7 +180,11 @@ class SimWorker:
                 case Dropped(lease_id=lease):
                     self.engine.drop(lease)
                 case Prepare(is_new_hub=is_new_hub):
-                    self._prepare(drops=is_new_hub)
+                    for lease in self.engine.leases if is_new_hub else ():
+                        self.engine.drop(lease)
+                    own_class = WorkerClass("simulated", "float32", self.spec.kind)
+                    self._run_commands(self.session.ready(own_class, self.spec.slots))
+                    self._begin_beats(self._swarm.heartbeat_s)
                 case vs.Fetch(version=version):
                     self._fetching_s = self._clock.now_s
                     self._clock.after(self._swarm.fetch_s * self.slowness, self._fetched, version)
@@ -194,12 +198,6 @@ class SimWorker:
                 case _:
                     if self.is_connected and not self.is_frozen:
                         self.up.send(command)
-
-    def _prepare(self, *, drops: bool) -> None:
-        for lease in self.engine.leases if drops else ():
-            self.engine.drop(lease)
-        self._run_commands(self.session.ready(WorkerClass("simulated", "float32", self.spec.kind), self.spec.slots))
-        self._begin_beats(self._swarm.heartbeat_s)
 
     # ---- reports of the engine ---------------------------------------------------------------------------------------
 
