@@ -13,7 +13,7 @@ import errno
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -153,15 +153,14 @@ def open_swarm(
         workers: list[LocalWorkers | WorkerSupervisor] = []
         port = SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
         undo.callback(port.close)  # also closes the workers that are appended below
-        hub.start(HttpRoutes(hub, store, model.files, status).routes())
-        assert hub.port is not None, "the hub listens"
-        url = listen.url(hub.port)
+        hub_port = hub.start(HttpRoutes(hub, store, model.files, status).routes())
+        url = listen.url(hub_port)
         if has_strangers:
-            members.say(f"the hub listens at {url}; to join: {listen.join_command(hub.port)}")
+            members.say(f"the hub listens at {url}; to join: {listen.join_command(hub_port)}")
         layout = layout_of(recipe) if local_tokens else None
         local = LocalWorkers(
             listen,
-            hub.port,
+            hub_port,
             local_tokens,
             run / "workers",
             say=members.say,
