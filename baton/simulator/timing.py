@@ -75,16 +75,10 @@ class CostSpeed:
 
     def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
+        self.trajectory_s = place.efficiency.trajectory_overhead_s
+        self.prefill_overhead_s = place.efficiency.prefill_overhead_s
         self._spacing = max(1.0, work.longest_tokens / KNOTS)
         self._tables: dict[int, list[float]] = {}
-
-    @property
-    def trajectory_s(self) -> float:
-        return self._place.efficiency.trajectory_overhead_s
-
-    @property
-    def prefill_overhead_s(self) -> float:
-        return self._place.efficiency.prefill_overhead_s
 
     def step_s(self, rows: int, context: float) -> float:
         table = self._tables.get(rows)
