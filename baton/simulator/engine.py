@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -68,13 +68,6 @@ class SimulatedLease:
     """Version → number of tokens generated since the admission, for the trace."""
 
 
-class EngineOwner(Protocol):
-    """The receiver of an engine's reports."""
-
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        """Receive reports of the engine. `on_reports` may call the engine's submit, abort and switch."""
-
-
 class SimEngine:
     """One engine with its slots, queue and KV cache."""
 
@@ -82,19 +75,20 @@ class SimEngine:
         self,
         clock: VirtualClock,
         spec: EngineSpec,
-        owner: EngineOwner,
+        on_reports: Callable[[list[FromWorker]], None],
         *,
         report_every_s: float = math.inf,
         shares_prefill: bool = True,
         tracer: Tracer | None = None,
     ) -> None:
+        """`on_reports`: receives the engine's reports; may call the engine's submit, abort and switch."""
         self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
         self.wrong = 0
         """0 while the engine generates correct tokens. Otherwise, the next leases get this number as the origin of
         their tokens, and therefore generate wrong tokens. Engines of the kinds in `OWN_NOISE` ignore this number."""
         self._has_own_noise = spec.kind in OWN_NOISE
-        self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
+        self._clock, self._speed, self._on_reports, self._tracer = clock, spec.speed, on_reports, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
         self._shares_prefill, self._class_cost = shares_prefill, spec.class_cost
         self._heap: list[tuple[int, int, SimulatedLease]] = []
@@ -195,7 +189,7 @@ class SimEngine:
         reports: list[FromWorker] = []
         self._report_all(reports)
         if reports:
-            self._owner.on_reports(self, reports)
+            self._on_reports(reports)
 
     def decoded(self) -> int:
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
@@ -271,7 +265,7 @@ class SimEngine:
         if self._clock.now_s >= self._report_s:
             self._report_all(reports)
         if reports:
-            self._owner.on_reports(self, reports)
+            self._on_reports(reports)
         self._is_between = False
         if self._aborting or self._dropping or self._switch is not None:
             self._between()
@@ -399,7 +393,7 @@ class SimEngine:
             if self.version is None or (row.version != self.version if row.is_exact else row.version > self.version):
                 del self._rows[row.lease]
                 refusal = Retry(row.lease, -1 if self.version is None else self.version)
-                self._owner.on_reports(self, [refusal])
+                self._on_reports([refusal])
                 continue
             row.lane = self._lanes.pop()
             self._prefill(row, context)

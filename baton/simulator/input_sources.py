@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -57,13 +57,6 @@ class SimulationOptions:
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
-class SettingSource(Protocol):
-    """A plan or a recipe, from which a setting is built."""
-
-    def setting(self, options: SimulationOptions) -> Setting:
-        """Return the setting. Raises UserError."""
-
-
 # ---- a plan ----------------------------------------------------------------------------------------------------------
 
 
@@ -79,7 +72,7 @@ class PlanSource:
     """The plan's cluster, whose links give the bandwidths. If None, the catalogue of GPU types gives the bandwidths."""
 
     def setting(self, options: SimulationOptions) -> Setting:
-        """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
+        """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan. Raises UserError."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
         base: dict[str, Any] = {
@@ -205,6 +198,7 @@ class RecipeSource:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def setting(self, options: SimulationOptions) -> Setting:
+        """Return the setting. Raises UserError."""
         recipe = self.path
         if isinstance(recipe, Path):
             recipe = load_recipe(Recipe, recipe, _with_section(options.overrides))
@@ -284,6 +278,9 @@ class RecipeSource:
                 "lengths, give a run's directory with --workload"
             )
         return msgspec.structs.replace(own, **changes), notes
+
+
+SettingSource = PlanSource | RecipeSource
 
 
 def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:

@@ -16,7 +16,7 @@ from baton.swarm import version_sync as vs
 from baton.swarm.messages import Dropped, FromHub, Leaving, RunOver, Welcome
 from baton.swarm.verification.verify import WorkerClass
 from baton.swarm.worker.session import Command, ConnectionLost, Prepare, WorkerSession
-from baton.types import Abort, FromWorker, Lease, PolicyVersion
+from baton.types import Abort, Lease, PolicyVersion
 
 
 class WorkerHost(Protocol):
@@ -52,7 +52,7 @@ class SimWorker:
         self.engine = SimEngine(
             clock,
             spec,
-            self,
+            lambda reports: self._run_commands(self.session.reported(reports)),
             report_every_s=setting.swarm.report_every_s,
             shares_prefill=setting.shares_prefill,
             tracer=tracer,
@@ -198,11 +198,6 @@ class SimWorker:
                 case _:
                     if self.is_connected and not self.is_frozen:
                         self.up.send(command)
-
-    # ---- reports of the engine ---------------------------------------------------------------------------------------
-
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        self._run_commands(self.session.reported(reports))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
