@@ -100,6 +100,8 @@ class SimEngine:
         self._lanes: list[int] = list(range(spec.slots))
         self._aborting: dict[int, None] = {}
         self._dropping: dict[int, None] = {}
+        self._reports: list[FromWorker] = []
+        """Reports that have not been sent yet."""
         self._switch: tuple[int, bool, float] | None = None
         self._width = self._context = self._step = self._born = 0
         self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
@@ -186,10 +188,8 @@ class SimEngine:
         if self._is_stopped:
             return
         self._settle(self._whole_steps())
-        reports: list[FromWorker] = []
-        self._report_all(reports)
-        if reports:
-            self._on_reports(reports)
+        self._report_all()
+        self._send_reports()
 
     def decoded(self) -> int:
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
@@ -256,16 +256,14 @@ class SimEngine:
     def _between(self) -> None:
         self._is_between = True
         self._since_s = max(self._since_s, self._clock.now_s)
-        reports: list[FromWorker] = []
-        self._end_complete(reports)
+        self._end_complete()
         if self._aborting or self._dropping:
-            self._end_unwanted(reports)
+            self._end_unwanted()
         if self._switch is not None:
-            self._exchange(reports)
+            self._exchange()
         if self._clock.now_s >= self._report_s:
-            self._report_all(reports)
-        if reports:
-            self._on_reports(reports)
+            self._report_all()
+        self._send_reports()
         self._is_between = False
         if self._aborting or self._dropping or self._switch is not None:
             self._between()
@@ -274,16 +272,16 @@ class SimEngine:
         self._admit()
         self._plan()
 
-    def _end_complete(self, reports: list[FromWorker]) -> None:
+    def _end_complete(self) -> None:
         heap, step = self._heap, self._step
         while heap and heap[0][0] <= step:
             row = heapq.heappop(heap)[2]
             self._count(row)
             self._leave(row, "finish")
             del self._rows[row.lease]
-            self._report(reports, row, FinishReason.LENGTH)
+            self._report(row, FinishReason.LENGTH)
 
-    def _end_unwanted(self, reports: list[FromWorker]) -> None:
+    def _end_unwanted(self) -> None:
         gone = set()
         for lease in (*self._aborting, *self._dropping):
             row = self._rows.pop(lease, None)
@@ -293,7 +291,7 @@ class SimEngine:
             if row.end_step >= 0:
                 self._count(row)
                 self._leave(row)
-            self._report(reports, row, is_aborted=True)
+            self._report(row, is_aborted=True)
         self._aborting.clear()
         self._dropping.clear()
         self._heap = [item for item in self._heap if item[2].lease not in gone]
@@ -301,15 +299,15 @@ class SimEngine:
         if self._waiting:
             self._waiting = deque(row for row in self._waiting if row.lease not in gone)
 
-    def _exchange(self, reports: list[FromWorker]) -> None:
+    def _exchange(self) -> None:
         assert self._switch is not None, "no switch was requested"
         version, resumes, load_s = self._switch
         self._switch = None
         old = (row.lease for row in self._rows.values() if row.is_exact and row.version != version)
         self._aborting |= dict.fromkeys(old)
         if self._aborting:
-            self._end_unwanted(reports)
-        self._report_all(reports)
+            self._end_unwanted()
+        self._report_all()
         if resumes:
             for item in sorted(self._heap, key=lambda item: item[2].born, reverse=True):
                 self._put_back(item[2])
@@ -318,22 +316,15 @@ class SimEngine:
         self._since_s += load_s
         self.busy.load_s += load_s
 
-    def _report_all(self, reports: list[FromWorker]) -> None:
+    def _report_all(self) -> None:
         for _, _, row in sorted(self._heap, key=lambda item: item[2].born):
             self._count(row)
             if row.grown:
-                self._report(reports, row)
+                self._report(row)
         self._report_s = self._clock.now_s + self._report_every_s
 
-    def _report(
-        self,
-        reports: list[FromWorker],
-        row: SimulatedLease,
-        reason: FinishReason | None = None,
-        *,
-        is_aborted: bool = False,
-    ) -> None:
-        """Append a report of the tokens that are not reported yet. A dropped lease is not reported."""
+    def _report(self, row: SimulatedLease, reason: FinishReason | None = None, *, is_aborted: bool = False) -> None:
+        """Add a report of the tokens that are not reported yet. A dropped lease is not reported."""
         offset = at = row.tokens - sum(count for _, count in row.grown)
         segments = []
         for version, count in row.grown:
@@ -341,7 +332,12 @@ class SimEngine:
             at += count
         row.grown = []
         if row.lease not in self._dropping:
-            reports.append(Report(row.lease, offset, tuple(segments), reason, is_aborted))
+            self._reports.append(Report(row.lease, offset, tuple(segments), reason, is_aborted))
+
+    def _send_reports(self) -> None:
+        reports, self._reports = self._reports, []
+        if reports:
+            self._on_reports(reports)
 
     def _fresh(self, row: SimulatedLease) -> int:
         return row.length - (row.end_step - self._step) - row.tokens
