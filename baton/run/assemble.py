@@ -108,9 +108,7 @@ def engines_beside(recipe: Recipe) -> int:
     return (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
 
 
-def build_engine(
-    recipe: Recipe, version: PolicyVersion, direct: DirectTransfer | None, *, replica: int = 0
-) -> Engine:
+def build_engine(recipe: Recipe, version: PolicyVersion, direct: DirectTransfer | None, *, replica: int = 0) -> Engine:
     """Construct the recipe's engine, which loads the recipe's model. `direct`: how the engine receives later versions;
     None if it loads them from files. `replica`: index of this engine among the replicas."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
