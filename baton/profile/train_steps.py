@@ -80,7 +80,7 @@ class _Rollouts:
         """Spans of the last batch's leases."""
         self._weights, self._version = weights, 0
         version = PolicyVersion("profile", 0)
-        self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self._spans))
+        self.port = build_port(recipe, version, LeaseTrace(self._spans))
         self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
         worker = WorkerClient(self.port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens)
         encoder = PromptEncoder(load_tokenizer(recipe.model.path), recipe.task)

@@ -41,7 +41,7 @@ from baton.rewards.functions import PASSED
 from baton.rewards.pool import Launch
 from baton.rewards.scorer import RewardScorer, require_judged
 from baton.rewards.settings import RewardSettings
-from baton.rollout.controller import PromptSource, RolloutController, TrajectoryScorer
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import Engine, Resident
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
@@ -78,15 +78,13 @@ from baton.weights.direct.settings import DirectTransfer
 from baton.weights.version_files import TensorsOfFile
 
 logger = logging.getLogger(__name__)
-RewardPlaces = Sequence[tuple[str, Launch]]
-"""For each process of a reward model: its device, and the function that starts it."""
 
 
 class RemoteReplicas(Protocol):
-    """Starts the vLLM engines of a run (`engine.vllm.replicas`) on other machines. `direct`: how versions are sent to
-    these engines."""
+    """Starts the vLLM engines of a run (`engine.vllm.replicas`) on other machines."""
 
     direct: DirectTransfer
+    """How versions are sent to these engines."""
 
     def build(self, index: int, start: Start, direct: DirectTransfer) -> Engine:
         """Start a replica, for the first time or again. Raises UserError, EngineFault and DeadlineExceeded."""
@@ -110,18 +108,9 @@ def engines_beside(recipe: Recipe) -> int:
     return (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
 
 
-def build_engine(
-    recipe: Recipe,
-    path: str,
-    version: PolicyVersion,
-    trainer: Trainer | None = None,
-    *,
-    replica: int = 0,
-    direct: DirectTransfer | None = None,
-) -> Engine:
-    """Construct the recipe's engine, which loads the model at `path`. `trainer`: the trainer that produces later
-    versions; direct transfers need it. `direct`: how several replicas receive versions. `replica`: index of this engine
-    among the replicas."""
+def build_engine(recipe: Recipe, version: PolicyVersion, direct: DirectTransfer | None, *, replica: int = 0) -> Engine:
+    """Construct the recipe's engine, which loads the recipe's model. `direct`: how the engine receives later versions;
+    None if it loads them from files. `replica`: index of this engine among the replicas."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
     if layout is not None and layout.engines:
         own = layout.engines[replica]
@@ -129,10 +118,9 @@ def build_engine(
             device, variables = "cuda", visible(own)
         else:
             device = f"cuda:{own[0]}"
-    direct = direct or _direct(recipe, trainer)
     with environment_with(variables):
         return engine_of_model(
-            path,
+            recipe.model.path,
             recipe.engine,
             version,
             device=device,
@@ -143,7 +131,7 @@ def build_engine(
         )
 
 
-def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None = None) -> DirectTransfer | None:
+def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None) -> DirectTransfer | None:
     """Return how versions are sent to engines, and prepare the trainer for this transfer. Return None if engines load
     versions from files."""
     if recipe.weights.transport == "store":
@@ -163,23 +151,22 @@ def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | 
 
 def _replicas(
     recipe: Recipe,
-    path: str,
     version: PolicyVersion,
     trace: LeaseTrace | None,
-    trainer: Trainer | None,
-    remote: RemoteReplicas | None = None,
+    direct: DirectTransfer,
+    remote: RemoteReplicas | None,
 ) -> ReplicaTransport:
     """Start several engines that share the trainer's versions."""
     from baton.rollout.engines.vllm.direct import DirectVersions
     from baton.rollout.engines.vllm.remote import whole_versions
 
-    direct, building, model, settings = _direct(recipe, trainer, remote), Lock(), recipe.model, recipe.engine
-    assert direct is not None, "recipe.py refuses replicas that load versions from files"
+    building, model, settings = Lock(), recipe.model, recipe.engine
     versions, on_cpu = DirectVersions(direct, settings.vllm.answer_timeout_s), direct.backend == "gloo"
     direct = dataclasses.replace(direct, versions=versions)
     if remote is not None:
-        versions.prepare = whole_versions(path, settings, model.attention, on_host=on_cpu)
-    where, device = str(Path(path).absolute()) if Path(path).exists() else path, "cpu" if on_cpu else "cuda"
+        versions.prepare = whole_versions(model.path, settings, model.attention, on_host=on_cpu)
+    path, device = Path(model.path), "cpu" if on_cpu else "cuda"
+    where = str(path.absolute()) if path.exists() else model.path
     start = Start(where, device, model.attention, settings.model_dump(), version, head_dtype=model.head_dtype)
     start = replace(start, is_sparse=direct.is_sparse)
 
@@ -188,32 +175,31 @@ def _replicas(
         if remote is not None:
             return remote.build(index, start, own)
         with building:  # environment variables select the GPUs
-            return build_engine(recipe, path, version, replica=index, direct=own)
+            return build_engine(recipe, version, own, replica=index)
 
     return ReplicaTransport(settings.vllm.replicas, build, versions, version, trace=trace)
 
 
 def build_port(
     recipe: Recipe,
-    path: str,
     version: PolicyVersion,
     trace: LeaseTrace | None = None,
     trainer: Trainer | None = None,
     replicas: RemoteReplicas | None = None,
 ) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process (`build_engine`), several replicas of vLLM,
-    or a pool of engine processes. `replicas`: starts replicas on other machines instead of on this machine."""
+    or a pool of engine processes. `trainer`: the trainer that produces later versions; direct transfers need it.
+    `replicas`: starts replicas on other machines instead of on this machine."""
+    if recipe.engine.processes:
+        model, settings, timeout_s = recipe.model, recipe.engine.model_dump(), recipe.rollout.stall_timeout_s
+        start = Start(model.path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
+        return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
+    direct = _direct(recipe, trainer, replicas)
     if replicas is not None or (recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1):
-        return _replicas(recipe, path, version, trace, trainer, replicas)
-    if not recipe.engine.processes:
-        is_embedded = recipe.engine.kind == "embedded"
-        return LocalTransport(
-            build_engine(recipe, path, version, trainer), trace, num_steps=STEPS if is_embedded else 1
-        )
-    model, settings = recipe.model, recipe.engine.model_dump()
-    start = Start(path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
-    timeout_s = recipe.rollout.stall_timeout_s
-    return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
+        assert direct is not None, "recipe.py refuses replicas that load versions from files"
+        return _replicas(recipe, version, trace, direct, replicas)
+    num_steps = STEPS if recipe.engine.kind == "embedded" else 1
+    return LocalTransport(build_engine(recipe, version, direct), trace, num_steps=num_steps)
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> Path:
@@ -233,7 +219,7 @@ def build_loop(
     stop: StopRequest | None = None,
     supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
-    reward_places: RewardPlaces = (),
+    reward_places: Sequence[tuple[str, Launch]] = (),
     replicas: RemoteReplicas | None = None,
 ) -> Loop:
     """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
@@ -281,21 +267,31 @@ def build_loop(
         publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
         trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
         opened.callback(trainer.close)
-        # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `_open`
+        # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `open_run`
         save_checkpoint = checkpoint_writer(recipe, RunDirectory(recipe.run.path, lock), trainer)
         if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
             assert isinstance(trainer, LocalTrainer | RankedTrainer)
             trainer.sleep()
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
-        run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas, opened
-        )
+        if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
+            port = build_port(recipe, trainer.version, LeaseTrace(trace), trainer, replicas)
+            opened.callback(port.close)
+        run = open_run(recipe, lock, trainer, tokenizer, place, threads)
+        if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
+            opened.callback(port.close)
+        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
+        opened.callback(metrics.close)
+        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
+        opened.callback(journal.close)
+        most_tokens = recipe.engine.max_context_tokens
+        worker = WorkerClient(port, recipe.rollout.stall_timeout_s, max_context_tokens=most_tokens, stop=stop)
+        sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
+        player = None if episodes is None else EpisodePlayer(episodes, sampling)
         stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-        scorer = ResponseScorer(judge, tokenizer, trace)
-        rollout, controller = _rollout_side(
-            recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes
-        )
+        prompts, scorer = TokenizedPrompts(stream, encoder), ResponseScorer(judge, tokenizer, trace)
+        rollout = EvalRollout(worker, episodes)
         loop = Loop(
             recipe=recipe,
             run=run,
@@ -305,7 +301,7 @@ def build_loop(
             judge=judge,
             port=port,
             evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
-            controller=controller,
+            controller=RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player),
             journal=journal,
             trainer=trainer,
             predictions=predictions,
@@ -316,7 +312,7 @@ def build_loop(
             last_checkpoint=place.checkpoint,
             stop=stop,
             peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
-            turns=_turns(recipe, supervisor or port, trainer),
+            sharing=_device_sharing(recipe, supervisor or port, trainer),
             trace=trace,
         )
         locked.pop_all()
@@ -400,66 +396,15 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, obser
     return held_out
 
 
-def _turns(recipe: Recipe, engines: WorkerTransport | WorkerSupervisor, trainer: Trainer) -> DeviceSharing | None:
-    """Return the object that switches devices between engines and trainer; None if engines and trainer use different
-    devices."""
+def _device_sharing(
+    recipe: Recipe, engines: WorkerTransport | WorkerSupervisor, trainer: Trainer
+) -> DeviceSharing | None:
     if not recipe.rollout.is_colocated:
         return None
     engine: Any = engines.engine if isinstance(engines, LocalTransport) else engines
     assert isinstance(engine, Resident), "support.toml refuses other colocated engines"
     assert isinstance(trainer, LocalTrainer | RankedTrainer)
     return DeviceSharing(engine, trainer)
-
-
-def _open(
-    recipe: Recipe,
-    lock: RunLock,
-    trainer: Trainer,
-    tokenizer: Tokenizer,
-    place: ResumePoint,
-    threads: int,
-    observer: Observer,
-    trace: TraceWriter,
-    supervisor: WorkerSupervisor | None,
-    replicas: RemoteReplicas | None,
-    opened: ExitStack,
-) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
-    """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the run's
-    directory is changed, so that an error of an engine leaves the directory unchanged. A hub starts afterwards, because
-    the hub keeps files in the directory. `opened`: gets the functions that close all of them."""
-    if not recipe.swarm.is_on:
-        path, leases = recipe.model.path, LeaseTrace(trace)
-        port = build_port(recipe, path, trainer.version, leases, trainer, replicas)
-        opened.callback(port.close)
-    run = open_run(recipe, lock, trainer, tokenizer, place, threads)
-    if recipe.swarm.is_on:
-        port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
-        opened.callback(port.close)
-    metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
-    opened.callback(metrics.close)
-    keeps_partials = recipe.rollout.mode != "sync"
-    journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
-    opened.callback(journal.close)
-    return run, port, metrics, journal
-
-
-def _rollout_side(
-    recipe: Recipe,
-    port: WorkerTransport,
-    prompts: PromptSource,
-    scorer: TrajectoryScorer,
-    journal: Journal,
-    stop: StopRequest,
-    episodes: EpisodeSetup | None,
-) -> tuple[EvalRollout, RolloutController]:
-    """Construct the two objects that send trajectories to workers: one for evaluations, one for training."""
-    worker = WorkerClient(
-        port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
-    )
-    sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
-    player = None if episodes is None else EpisodePlayer(episodes, sampling)
-    controller = RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player)
-    return EvalRollout(worker, episodes), controller
 
 
 def open_episodes(
@@ -469,27 +414,25 @@ def open_episodes(
     UserError if an environment cannot be loaded."""
     if bridge is None:
         return None
-    every = {**mixture.tasks, **mixture.tests}
-    tasks = {name: task for name, task in every.items() if isinstance(task, EnvironmentTask)}
-    settings = {task.name: task for task in (*recipe.task, *recipe.eval.task)}
+    every = (mixture.tasks | mixture.tests).items()
+    specs = {name: task.spec for name, task in every if isinstance(task, EnvironmentTask)}
     if bridge.removes_thoughts:
         say(
             "the chat template removes reasoning from the turns before an observation of role "
             f"{' or '.join(bridge.removes_thoughts)}: the episode then continues in a new path"
         )
-    longest = recipe.rollout.max_new_tokens
-    pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)
+    pool = EnvironmentPool(specs, recipe.environments)
     rules = {
-        name: EpisodeRules(
-            name,
+        own.name: EpisodeRules(
+            own.name,
             own.max_turns,
-            own.max_turn_tokens or longest,
+            own.max_turn_tokens or recipe.rollout.max_new_tokens,
             own.max_observation_tokens,
             own.discount,
-            may_replay=name not in pool.never_replayed,
+            may_replay=own.name not in pool.never_replayed,
         )
-        for name in tasks
-        for own in (settings[name],)
+        for own in (*recipe.task, *recipe.eval.task)
+        if own.name in specs
     }
     say(f"environments: {pool.description}")
     budget = ErrorBudget(recipe.environments.max_failed_share)

@@ -35,18 +35,18 @@ class DeviceSharing:
 
     def to_engine(self) -> None:
         """Switch the device to the engine. Has no effect if the engine is awake."""
-        self._look()
+        self._measure()
         self._trainer.sleep()
         self._engine.wake_up()
-        self._look()
+        self._measure()
 
     def to_trainer(self) -> None:
         """Switch the device to the trainer. Has no effect if the trainer is awake."""
-        self._look()
+        self._measure()
         self._engine.sleep()
         self._asleep_bytes = self._engine.held_bytes
         self._trainer.wake_up()
-        self._look()
+        self._measure()
 
     def metrics(self) -> dict[str, float]:
         """Return three peaks of device memory since the last call: of the engine, the trainer, and both together."""
@@ -58,10 +58,10 @@ class DeviceSharing:
             "memory/peak_bytes": float(peak),
         }
         self._peak_bytes = self._engine_bytes = self._trainer_bytes = 0
-        self._look()
+        self._measure()
         return values
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         engine, trainer = self._engine.held_bytes, self._trainer.held_bytes
         self._engine_bytes = max(self._engine_bytes, engine)
         self._trainer_bytes = max(self._trainer_bytes, trainer)

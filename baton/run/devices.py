@@ -185,13 +185,11 @@ def visible(gpus: Sequence[int]) -> dict[str, str]:
 @contextmanager
 def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for the processes that are started in this context."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)

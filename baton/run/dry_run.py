@@ -56,7 +56,6 @@ class Footprint(msgspec.Struct, frozen=True):
     cache_bytes: int
     """Memory of the KV cache, which is part of `engine_bytes`."""
     processes: tuple[ProcessMemory, ...]
-    """The processes of the run and the memory of each, as `processes_of` returns them."""
     gpus: str
     """The GPUs of each trainer rank and engine on this machine; empty for a CPU and for other machines."""
     available_bytes: int | None
@@ -85,7 +84,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     check_schedule("trainer", warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
-    config, model = check_room(recipe, is_here=is_here)
+    config, spec = check_room(recipe, is_here=is_here)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
     RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
@@ -93,8 +92,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
         prompts = measure(mixture, encoder.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
         held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True) if recipe.eval.enabled else []
         prompt_ids = encoder.ids(PromptStream(mixture, recipe.run.seed).take(1)[0])
-    parameters = sum(p.numel() for p in model.parameters())
-    spec, on_cpu = spec_of(config, parameters), _on_cpu(recipe, is_here=is_here)
+    on_cpu = _on_cpu(recipe, is_here=is_here)
     engine = engine_terms_of(recipe, spec, on_cpu=on_cpu)
     layout = layout_of(recipe) if is_here else None
     cache = next(term for term in engine if "KV cache" in term.name)
@@ -103,7 +101,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     return Footprint(
         example_prompt=tokenizer.text(prompt_ids, keep_special=True),
         example_prompt_tokens=len(prompt_ids),
-        parameters=parameters,
+        parameters=round(spec.params),
         trainer_bytes=math.ceil(max(stage_bytes(*stage) for stage in stages_of(recipe, spec, on_cpu=on_cpu))),
         engine_bytes=math.ceil(sum(term.bytes(spec.num_layers) for term in engine)),
         cache_bytes=math.ceil(cache.bytes(spec.num_layers)),
@@ -127,14 +125,14 @@ def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) 
     the recipe's maximum, and the recipe's maximum itself. If the trainer runs on this machine (`is_here`) and has no
     separate ranks, it shares its process with the hub, and the bytes include the hub's memory. `on_cpu`: whether the
     trainer runs on a CPU; the default depends on `model.device`."""
-    config, model = check_room(recipe, is_here=is_here)
-    spec = spec_of(config, sum(p.numel() for p in model.parameters()))
+    _, spec = check_room(recipe, is_here=is_here)
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu
     in_hub, most, found = is_here and recipe.trainer.ranks == 1, most_tokens_of(recipe), []
     for tokens in (*(2**power for power in range((most - 1).bit_length())), most):
         processes = processes_of(recipe, spec, on_cpu=on_cpu, most_tokens=tokens)
         sizes = {process.name: process.num_bytes for process in processes}
-        own = max(size for name, size in sizes.items() if "trainer" in name)
+        # the name of a reward model contains text from the recipe
+        own = max(size for name, size in sizes.items() if "trainer" in name and "reward model" not in name)
         found.append((tokens, float(own + in_hub * sizes.get("the hub", 0))))
     return tuple(found)
 
@@ -145,8 +143,8 @@ def _on_cpu(recipe: Recipe, *, is_here: bool) -> bool:
     return torch_device(name).type == "cpu" if is_here else name == "cpu"
 
 
-def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Return the configuration of a recipe's model, and the model without memory for its weights (meta device).
+def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, ModelSpec]:
+    """Return the configuration of a recipe's model, and its dimensions.
 
     `is_here` states whether trainer and engine run on this machine. Raises UserError if the model cannot be loaded, if
     the combination of settings is refused, if the context of the model or of a reward model is too short, or if this
@@ -169,9 +167,10 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
             f"engine.max_context_tokens: got {recipe.engine.max_context_tokens}, but the model in {path!r} supports "
             f"at most {positions} positions; lower the value"
         )
+    spec = spec_of(config, sum(p.numel() for p in model.parameters()))
     if is_here:
-        _check_memory(recipe, spec_of(config, sum(p.numel() for p in model.parameters())))
-    return config, model
+        _check_memory(recipe, spec)
+    return config, spec
 
 
 def check_reward_models(recipe: Recipe) -> None:
@@ -219,13 +218,14 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
     device = torch_device(recipe.model.device)
     free, on_cpu = available_bytes(device), device.type == "cpu"
 
+    def processes(changed: Recipe) -> tuple[ProcessMemory, ...]:
+        return processes_of(changed, model, on_cpu=on_cpu, layout=layout_of(changed))
+
     def fits(changed: Recipe) -> bool:
-        processes = processes_of(changed, model, on_cpu=on_cpu, layout=layout_of(changed))
-        return needed_bytes(processes, on_cpu=on_cpu) <= free
+        return needed_bytes(processes(changed), on_cpu=on_cpu) <= free
 
     if not fits(recipe):
-        processes = processes_of(recipe, model, on_cpu=on_cpu, layout=layout_of(recipe))
-        own = [process for process in processes if on_cpu or not process.on_host]
+        own = [process for process in processes(recipe) if on_cpu or not process.on_host]
         raise UserError(explain(own, free, str(device), change_that_fits(recipe, fits)))
     if on_cpu:
         return
@@ -234,9 +234,7 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
         stages = stages_of(recipe, model, on_cpu=False)
         ranks = sum(sleeping_bytes(phases, count) for phases, count in stages) * recipe.trainer.ranks // len(stages)
         uses['the sleeping trainer (rollout.placement = "colocated")'] = ranks
-    for process in processes_of(recipe, model, on_cpu=False, layout=layout_of(recipe)):
-        if process.on_host:
-            uses[process.name] = process.num_bytes
+    uses |= {process.name: process.num_bytes for process in processes(recipe) if process.on_host}
     host = available_bytes(torch.device("cpu"))
     if sum(uses.values()) > host:
         needs = " and ".join(f"{name} needs {gib(num_bytes)}" for name, num_bytes in uses.items())

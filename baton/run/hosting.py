@@ -13,7 +13,7 @@ import errno
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -74,8 +74,6 @@ from baton.weights.version_files import VersionFiles
 
 LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400  # longer than any run: a hub cannot renew the token of a running worker
 _SECRET_BYTES = 32
-HEARTBEATS = 6
-"""Number of heartbeats per heartbeat timeout. A worker that misses this many heartbeats is considered dead."""
 
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
@@ -91,14 +89,12 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
         TokenFile(Path(swarm.token_file)).tokens()
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # the hub sets this option too: without it, the port of a run that has just ended (TIME_WAIT) would seem in use
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((listen.host, listen.port))
-        except OSError as error:
-            why = "another process uses this port" if error.errno == errno.EADDRINUSE else error.strerror
-            raise UserError(f"--serve {address}: the hub cannot listen on this address: {why}") from error
+    try:
+        # sets SO_REUSEADDR, as the hub does, so that a port of a run that has just ended (TIME_WAIT) counts as free
+        socket.create_server((listen.host, listen.port), family=family).close()
+    except OSError as error:
+        why = "another process uses this port" if error.errno == errno.EADDRINUSE else error.strerror
+        raise UserError(f"--serve {address}: the hub cannot listen on this address: {why}") from error
     return listen
 
 
@@ -123,8 +119,9 @@ def open_swarm(
         store = Store(recipe.weights.store or run / "weights")
         model = _served_model(recipe, tokenizer, files, store)
         local_tokens = files.local_tokens(recipe.swarm.workers)
-        verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, supervisor))
-        access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, supervisor))
+        has_strangers = _lets_others_join(recipe, supervisor)
+        verifier = _verifier(recipe, files, tracer, has_strangers=has_strangers)
+        access = _access(recipe, files, listen, verifier, has_strangers=has_strangers)
         members = Membership(
             access,
             _welcome(recipe, model),
@@ -153,41 +150,28 @@ def open_swarm(
         status = partial(hub_status, hub, publication, progress, version.lineage)
         workers: list[LocalWorkers | WorkerSupervisor] = []
         port = SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
-        undo.callback(port.close)  # also closes the workers that `_start_workers` adds
-        hub.start(HttpRoutes(hub, store, model.files, status).routes())
-        _start_workers(recipe, files, hub, local_tokens, supervisor, workers)
+        undo.callback(port.close)  # also closes the workers that are appended below
+        hub_port = hub.start(HttpRoutes(hub, store, model.files, status).routes())
+        url = listen.url(hub_port)
+        if has_strangers:
+            members.say(f"the hub listens at {url}; to join: {listen.join_command(hub_port)}")
+        layout = layout_of(recipe) if local_tokens else None
+        local = LocalWorkers(
+            listen,
+            hub_port,
+            local_tokens,
+            run / "workers",
+            say=members.say,
+            device=recipe.model.device.partition(":")[0],
+            environments=[] if layout is None else [visible(gpus) for gpus in layout.engines],
+        )
+        workers.append(local)
+        if supervisor is not None:
+            workers.append(supervisor)
+            certificate = "" if listen.certificate is None else listen.certificate.read_text()
+            supervisor.begin(_SupervisorAccess(url, certificate, files, hub))
         undo.pop_all()
     return port
-
-
-def _start_workers(
-    recipe: Recipe,
-    files: _Files,
-    hub: Hub,
-    local_tokens: Sequence[Path],
-    supervisor: WorkerSupervisor | None,
-    started: list[LocalWorkers | WorkerSupervisor],
-) -> None:
-    """Start the run's own workers. `started`: gets the supervisors of the workers, also if a later one fails."""
-    assert hub.port is not None, "the hub listens"
-    url = hub.listen.url(hub.port)
-    if _lets_others_join(recipe, supervisor):
-        hub.members.say(f"the hub listens at {url}; to join: {hub.listen.join_command(hub.port)}")
-    layout = layout_of(recipe) if local_tokens else None
-    local = LocalWorkers(
-        hub.listen,
-        hub.port,
-        local_tokens,
-        files.run / "workers",
-        say=hub.members.say,
-        device=recipe.model.device.partition(":")[0],
-        environments=[] if layout is None else [visible(gpus) for gpus in layout.engines],
-    )
-    started.append(local)
-    if supervisor is not None:
-        started.append(supervisor)
-        certificate = hub.listen.certificate
-        supervisor.begin(_SupervisorAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -296,7 +280,7 @@ def _welcome(recipe: Recipe, model: _ServedModel) -> Welcome:
         engine=recipe.engine.model_dump(),
         on_new_version=recipe.rules().on_new_version,
         relay_secret=secrets.token_urlsafe(32),
-        heartbeat_s=recipe.swarm.heartbeat_timeout_s / HEARTBEATS,
+        heartbeat_s=recipe.swarm.heartbeat_s,
         report_every_s=recipe.swarm.report_every_s,
     )
 

@@ -1,5 +1,4 @@
-"""A live run: its train steps (`train_steps.py`), evaluations, checkpoints and metrics. The scheduler decides what the
-workers generate, and when."""
+"""A live run: its train steps (`train_steps.py`), evaluations, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
 from baton.types import Group, SamplingParams
 
-PUT_DOWN_S = 5.0
+ABORT_TIMEOUT_S = 5.0
 """Maximum seconds that a run waits at its end for workers to report their remaining tokens."""
 SAVE_S = 1800.0
 """Maximum seconds that a run waits for a checkpoint that is being written in the background."""
@@ -157,8 +156,8 @@ class Loop:
     state: LoopState
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
-    turns: DeviceSharing | None = None
-    """Object that switches the device between trainer and engine; None if they do not share a device."""
+    sharing: DeviceSharing | None = None
+    """Switches the device between trainer and engine; None if they do not share a device."""
     trace: TraceWriter = field(default_factory=TraceWriter)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters at the end of the last train step."""
@@ -188,7 +187,7 @@ class Loop:
             step=state.step,
             cursor=StreamCursor(state.next_group_id, state.position),
             clock=self.clock,
-            turns=self.turns,
+            sharing=self.sharing,
             phase=self.observer.phase,
         )
 
@@ -208,16 +207,12 @@ class Loop:
         gc.freeze()
         try:
             self._train()
-        except OSError as error:
+        except BaseException as error:
             self.has_failed = True
-            if error.errno not in STORAGE_ERRORS:
-                raise
-            raise self._storage_fault(error) from error
-        except StorageFault as error:
-            self.has_failed = True
-            raise StorageFault(f"{error}; {self._way_back()}") from error
-        except BaseException:
-            self.has_failed = True
+            if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+                raise self._storage_fault(error) from error
+            if isinstance(error, StorageFault):
+                raise StorageFault(f"{error}; {self._checkpoint_note()}") from error
             raise
         finally:
             gc.unfreeze()
@@ -227,7 +222,7 @@ class Loop:
         return StorageFault(
             f"{'the disk is full' if is_full else error.strerror}: {error.filename or self.run.path} could not be "
             f"written after train step {self.state.step}; {'free space' if is_full else 'repair it'}, then continue "
-            f"with --resume; {self._way_back()}"
+            f"with --resume; {self._checkpoint_note()}"
         )
 
     def _train(self) -> None:
@@ -255,7 +250,7 @@ class Loop:
         if self.steps.has_begun:
             try:
                 # the workers report their last tokens, and the journal stores them
-                self.controller.abort_all(PUT_DOWN_S)
+                self.controller.abort_all(ABORT_TIMEOUT_S)
             except (EngineFault, EnvironmentFault, DeadlineExceeded) as error:
                 self.observer.said(
                     f"workers have not reported all tokens; a resumed run generates the missing tokens again: {error}"
@@ -291,7 +286,7 @@ class Loop:
         finally:
             self.lock.release(outcome)
 
-    def _way_back(self) -> str:
+    def _checkpoint_note(self) -> str:
         there = self.last_checkpoint
         return f"the last good checkpoint is {there}" if there else "there is no checkpoint yet"
 
@@ -303,7 +298,7 @@ class Loop:
             if (batch := self.steps.in_training) is None:
                 raise
             raise type(error)(
-                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to replace "
+                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._checkpoint_note()}; to replace "
                 f"the batch by a new one: --resume --skip-batch {batch.step}"
             ) from error
         step, cursor, groups = self.steps.step, self.steps.cursor, trained.groups
@@ -313,7 +308,7 @@ class Loop:
         counted = self.journal.metrics(step)
         values = trained.metrics | counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.judge.metrics() | self.port.metrics(values)
-        values |= {} if self.turns is None else self.turns.metrics()
+        values |= {} if self.sharing is None else self.sharing.metrics()
         # a sharded trainer reports the peaks of its ranks, which replace the peak of this process
         values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
@@ -376,7 +371,7 @@ class Loop:
             saved = future.result(SAVE_S)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the checkpoint of train step {step} was not written in {SAVE_S:.0f} s; {self._way_back()}"
+                f"the checkpoint of train step {step} was not written in {SAVE_S:.0f} s; {self._checkpoint_note()}"
             ) from error
         self._written(step, saved)
 

@@ -173,7 +173,6 @@ def processes_of(
     `most_tokens_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
-    phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
     has_engine = recipe.engine.kind == "embedded"
     engine = engine_terms_of(recipe, model, on_cpu=on_cpu) if has_engine else ()
     apart = recipe.swarm.workers if recipe.swarm.is_on else recipe.engine.processes
@@ -197,6 +196,7 @@ def processes_of(
         if is_inside:
             found.append(_process("the engine", engine_gpus or 1, generation, layers, on_cpu=on_cpu))
     else:
+        phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
         rests = tuple(term for term in phases[0].terms if term.name in _SLEEPING)
         if recipe.rollout.is_colocated:
             # on a CPU, the engine loads the published copy beside the state of the sleeping trainer

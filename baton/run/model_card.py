@@ -80,13 +80,13 @@ def learning_curve(run: RunDirectory, step: int) -> str:
     rewards = [
         (row["step"], row["reward/mean"]) for row in read_metrics(run.path) if row.get("reward/mean") is not None
     ]
-    sampled = [each for each in run.evaluations() if each.result.temperature > 0 and each.result.accuracy is not None]
-    overall = sampled[-1].result.task if sampled else ""  # "all" if the run has several tasks
-    shares = [
-        (each.step, 100 * each.result.accuracy.value)
-        for each in sampled
-        if each.result.task == overall and each.result.accuracy is not None
+    sampled = [
+        (each.step, each.result.task, 100 * each.result.accuracy.value)
+        for each in run.evaluations()
+        if each.result.temperature > 0 and each.result.accuracy is not None
     ]
+    overall = sampled[-1][1] if sampled else ""  # "all" if the run has several tasks
+    shares = [(evaluated, share) for evaluated, task, share in sampled if task == overall]
     panels = (("training reward, mean of the batch", rewards), ("accuracy, sampled responses, %", shares))
     drawn = [
         line

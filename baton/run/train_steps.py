@@ -27,9 +27,7 @@ from baton.trainer.trainer import StepTrainer
 from baton.types import Batch, FailureCause, Group, RewardResult
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Function that shows the progress of a phase. Its arguments are the name of the phase and its number of units of work.
-It returns a context manager for the duration of the phase. Entering the context manager returns a function, which the
-loop calls with the number of units completed since the last call."""
+"""Function that shows the progress of a phase: the method `phase` of an `Observer` (`loop.py`)."""
 
 
 class BatchRecords(Protocol):
@@ -78,8 +76,8 @@ class TrainSteps:
     cursor: StreamCursor
     """Position in the prompt stream after the last completed train step."""
     clock: StageTimer
-    turns: DeviceSharing | None = None
-    """Object that switches the device between trainer and engine; None if they do not share a device."""
+    sharing: DeviceSharing | None = None
+    """Switches the device between trainer and engine; None if they do not share a device."""
     phase: Phase = lambda name, total: nullcontext(lambda done: None)
     has_begun: bool = field(default=False, init=False)
     """True if the controller has started. Until then the loop trains recorded batches."""
@@ -145,17 +143,17 @@ class TrainSteps:
 
     def _trained_on(self, batch: Batch) -> tuple[Sequence[Group], dict[str, float]]:
         """Return the groups that were trained on, which may lack rewards of `batch`, and the metrics."""
-        if self.turns is not None:
+        if self.sharing is not None:
             with self.clock.stage("turns", batch.step):
-                self.turns.to_trainer()
+                self.sharing.to_trainer()
         with self.clock.stage("train", batch.step), self.phase("train", 0):
             self.in_training = batch
             require_judged(batch.groups, f"train step {batch.step}")
             found = self._trained(batch)
         self.in_training = None
-        if self.turns is not None:
+        if self.sharing is not None:
             with self.clock.stage("turns", batch.step):
-                self.turns.to_engine()
+                self.sharing.to_engine()
         return found
 
     def _without_mistrusted(self, batch: Batch, error: TrainingDiverged) -> Batch:

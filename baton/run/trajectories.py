@@ -191,9 +191,10 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
     """Yield (order, trajectory) for the best, worst and longest trajectories of the first and last recorded train
     steps. No trajectory is yielded twice, and the examples of one order and step have different prompts."""
     steps = run.recorded_steps()
-    tokenizer = load_tokenizer(str(run.tokenizer)) if steps else None
-    for step in dict.fromkeys((steps[0], steps[-1]) if steps else ()):
-        assert tokenizer is not None
+    if not steps:
+        return
+    tokenizer = load_tokenizer(str(run.tokenizer))
+    for step in dict.fromkeys((steps[0], steps[-1])):
         members = [(group, member) for group in run.groups(step) for member in group.members]
         taken: set[str] = set()
         for order in ORDERS:
@@ -212,15 +213,13 @@ def _ordered(
 ) -> list[tuple[Group, ScoredTrajectory]]:
     """Return trajectories sorted by length, or by reward with unscored trajectories last. Trajectories with equal
     rewards are sorted by sample index, so that trajectories of one prompt are not adjacent."""
-    match order:
-        case "best" | "worst":
-            sign = -1 if order == "best" else 1
-            members = sorted(members, key=lambda m: m[1].trajectory.sample_index)
-            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, sign * m[1].judgement.reward))
-        case "longest":
-            return sorted(members, key=lambda m: -m[1].num_policy_tokens)
-        case _:
-            return list(members)
+    if order is None:
+        return list(members)
+    if order == "longest":
+        return sorted(members, key=lambda m: -m[1].num_policy_tokens)
+    sign = -1 if order == "best" else 1
+    members = sorted(members, key=lambda m: m[1].trajectory.sample_index)
+    return sorted(members, key=lambda m: (not m[1].judgement.is_judged, sign * m[1].judgement.reward))
 
 
 def decode(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajectory) -> ReadableTrajectory:

@@ -12,8 +12,7 @@ import msgspec
 from baton.types import Lease, Report, Segment, TokenColumn
 
 ORIGIN = 2**20
-"""If the origin of a token increases by 1 and its position stays the same, the token's value increases by this
-number."""
+"""Difference between the values of two tokens with equal positions, if their origins differ by 1."""
 NUM_ORIGINS = 2**11 - 1
 """The largest origin, chosen so that the values of all tokens are below 2^31."""
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -68,13 +68,6 @@ class SimulatedLease:
     """Version → number of tokens generated since the admission, for the trace."""
 
 
-class EngineOwner(Protocol):
-    """The receiver of an engine's reports."""
-
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        """Receive reports of the engine. `on_reports` may call the engine's submit, abort and switch."""
-
-
 class SimEngine:
     """One engine with its slots, queue and KV cache."""
 
@@ -82,19 +75,20 @@ class SimEngine:
         self,
         clock: VirtualClock,
         spec: EngineSpec,
-        owner: EngineOwner,
+        on_reports: Callable[[list[FromWorker]], None],
         *,
         report_every_s: float = math.inf,
         shares_prefill: bool = True,
         tracer: Tracer | None = None,
     ) -> None:
+        """`on_reports`: receives the engine's reports; may call the engine's submit, abort and switch."""
         self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
         self.wrong = 0
         """0 while the engine generates correct tokens. Otherwise, the next leases get this number as the origin of
         their tokens, and therefore generate wrong tokens. Engines of the kinds in `OWN_NOISE` ignore this number."""
         self._has_own_noise = spec.kind in OWN_NOISE
-        self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
+        self._clock, self._speed, self._on_reports, self._tracer = clock, spec.speed, on_reports, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
         self._shares_prefill, self._class_cost = shares_prefill, spec.class_cost
         self._heap: list[tuple[int, int, SimulatedLease]] = []
@@ -106,6 +100,8 @@ class SimEngine:
         self._lanes: list[int] = list(range(spec.slots))
         self._aborting: dict[int, None] = {}
         self._dropping: dict[int, None] = {}
+        self._reports: list[FromWorker] = []
+        """Reports that have not been sent yet."""
         self._switch: tuple[int, bool, float] | None = None
         self._width = self._context = self._step = self._born = 0
         self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
@@ -192,10 +188,8 @@ class SimEngine:
         if self._is_stopped:
             return
         self._settle(self._whole_steps())
-        reports: list[FromWorker] = []
-        self._report_all(reports)
-        if reports:
-            self._owner.on_reports(self, reports)
+        self._report_all()
+        self._send_reports()
 
     def decoded(self) -> int:
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
@@ -262,16 +256,14 @@ class SimEngine:
     def _between(self) -> None:
         self._is_between = True
         self._since_s = max(self._since_s, self._clock.now_s)
-        reports: list[FromWorker] = []
-        self._end_complete(reports)
+        self._end_complete()
         if self._aborting or self._dropping:
-            self._end_unwanted(reports)
+            self._end_unwanted()
         if self._switch is not None:
-            self._exchange(reports)
+            self._exchange()
         if self._clock.now_s >= self._report_s:
-            self._report_all(reports)
-        if reports:
-            self._owner.on_reports(self, reports)
+            self._report_all()
+        self._send_reports()
         self._is_between = False
         if self._aborting or self._dropping or self._switch is not None:
             self._between()
@@ -280,16 +272,16 @@ class SimEngine:
         self._admit()
         self._plan()
 
-    def _end_complete(self, reports: list[FromWorker]) -> None:
+    def _end_complete(self) -> None:
         heap, step = self._heap, self._step
         while heap and heap[0][0] <= step:
             row = heapq.heappop(heap)[2]
             self._count(row)
             self._leave(row, "finish")
             del self._rows[row.lease]
-            self._report(reports, row, FinishReason.LENGTH)
+            self._report(row, FinishReason.LENGTH)
 
-    def _end_unwanted(self, reports: list[FromWorker]) -> None:
+    def _end_unwanted(self) -> None:
         gone = set()
         for lease in (*self._aborting, *self._dropping):
             row = self._rows.pop(lease, None)
@@ -299,7 +291,7 @@ class SimEngine:
             if row.end_step >= 0:
                 self._count(row)
                 self._leave(row)
-            self._report(reports, row, is_aborted=True)
+            self._report(row, is_aborted=True)
         self._aborting.clear()
         self._dropping.clear()
         self._heap = [item for item in self._heap if item[2].lease not in gone]
@@ -307,15 +299,15 @@ class SimEngine:
         if self._waiting:
             self._waiting = deque(row for row in self._waiting if row.lease not in gone)
 
-    def _exchange(self, reports: list[FromWorker]) -> None:
+    def _exchange(self) -> None:
         assert self._switch is not None, "no switch was requested"
         version, resumes, load_s = self._switch
         self._switch = None
-        for row in [row for row in self._rows.values() if row.is_exact and row.version != version]:
-            self._aborting[row.lease] = None
+        old = (row.lease for row in self._rows.values() if row.is_exact and row.version != version)
+        self._aborting |= dict.fromkeys(old)
         if self._aborting:
-            self._end_unwanted(reports)
-        self._report_all(reports)
+            self._end_unwanted()
+        self._report_all()
         if resumes:
             for item in sorted(self._heap, key=lambda item: item[2].born, reverse=True):
                 self._put_back(item[2])
@@ -324,22 +316,15 @@ class SimEngine:
         self._since_s += load_s
         self.busy.load_s += load_s
 
-    def _report_all(self, reports: list[FromWorker]) -> None:
+    def _report_all(self) -> None:
         for _, _, row in sorted(self._heap, key=lambda item: item[2].born):
             self._count(row)
             if row.grown:
-                self._report(reports, row)
+                self._report(row)
         self._report_s = self._clock.now_s + self._report_every_s
 
-    def _report(
-        self,
-        reports: list[FromWorker],
-        row: SimulatedLease,
-        reason: FinishReason | None = None,
-        *,
-        is_aborted: bool = False,
-    ) -> None:
-        """Append a report of the tokens that are not reported yet. A dropped lease is not reported."""
+    def _report(self, row: SimulatedLease, reason: FinishReason | None = None, *, is_aborted: bool = False) -> None:
+        """Add a report of the tokens that are not reported yet. A dropped lease is not reported."""
         offset = at = row.tokens - sum(count for _, count in row.grown)
         segments = []
         for version, count in row.grown:
@@ -347,7 +332,12 @@ class SimEngine:
             at += count
         row.grown = []
         if row.lease not in self._dropping:
-            reports.append(Report(row.lease, offset, tuple(segments), reason, is_aborted))
+            self._reports.append(Report(row.lease, offset, tuple(segments), reason, is_aborted))
+
+    def _send_reports(self) -> None:
+        reports, self._reports = self._reports, []
+        if reports:
+            self._on_reports(reports)
 
     def _fresh(self, row: SimulatedLease) -> int:
         return row.length - (row.end_step - self._step) - row.tokens
@@ -368,10 +358,8 @@ class SimEngine:
         self._width -= 1
         self._context -= row.prompt + row.tokens
         row.end_step = -1
-        left = self._here[row.group_id] - 1
-        if left:
-            self._here[row.group_id] = left
-        else:
+        self._here[row.group_id] -= 1
+        if not self._here[row.group_id]:
             del self._here[row.group_id]
         self._lanes.append(row.lane)
 
@@ -382,12 +370,10 @@ class SimEngine:
 
     def _preempt(self) -> None:
         while self._width > 1 and self._context + self._width > self._kv_tokens:
-            place = max(range(len(self._heap)), key=lambda i: self._heap[i][2].born)
-            row = self._heap[place][2]
-            self._heap[place] = self._heap[-1]
-            self._heap.pop()
+            youngest = max(self._heap, key=lambda item: item[2].born)
+            self._heap.remove(youngest)
             heapq.heapify(self._heap)
-            self._put_back(row)
+            self._put_back(youngest[2])
             self.busy.preemptions += 1
 
     def _admit(self) -> None:
@@ -403,7 +389,7 @@ class SimEngine:
             if self.version is None or (row.version != self.version if row.is_exact else row.version > self.version):
                 del self._rows[row.lease]
                 refusal = Retry(row.lease, -1 if self.version is None else self.version)
-                self._owner.on_reports(self, [refusal])
+                self._on_reports([refusal])
                 continue
             row.lane = self._lanes.pop()
             self._prefill(row, context)

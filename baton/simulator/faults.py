@@ -18,7 +18,6 @@ messages (loss, duplicate, reorder, delay_s) and of fetches (corrupt).
 from __future__ import annotations
 
 import csv
-import io
 from pathlib import Path
 from random import Random
 from typing import Literal, get_args
@@ -133,21 +132,23 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
     then names the line."""
     if not spot.trace.is_file():
         raise UserError(f"spot.trace: there is no file {spot.trace}")
-    found = []
     try:
-        text = spot.trace.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+        with spot.trace.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [(reader.line_num, row) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{spot.trace} is not a CSV file in UTF-8: {error}") from error
-    rows = csv.DictReader(io.StringIO(text, newline=""))
-    if not {"at_s", "worker"} <= set(rows.fieldnames or ()):
+    if not {"at_s", "worker"} <= set(reader.fieldnames or ()):
         raise UserError(
-            f"{spot.trace}: got columns {rows.fieldnames}, a trace needs at_s and worker, and may have for_s"
+            f"{spot.trace}: got columns {reader.fieldnames}, a trace needs at_s and worker, and may have for_s"
         )
-    for row in rows:
+    kind: Kind = "leave" if spot.notice_s else "crash"
+    found = []
+    for line, row in rows:
         try:
-            at_s, for_s = max(0.0, float(row["at_s"]) - spot.notice_s), float(row.get("for_s") or 0)
-            kind: Kind = "leave" if spot.notice_s else "crash"
+            at_s = max(float(row["at_s"]) - spot.notice_s, 0.0)  # NaN stays NaN, which FaultSettings refuses
+            for_s = float(row.get("for_s") or 0)
             found.append(FaultSettings(kind=kind, at_s=at_s, worker=row["worker"], for_s=for_s))
         except (TypeError, ValueError) as error:  # a short line has None in its last columns
-            raise UserError(f"{spot.trace}, line {rows.line_num}: at_s and for_s are seconds, got {row}") from error
+            raise UserError(f"{spot.trace}, line {line}: at_s and for_s are seconds, got {row}") from error
     return found

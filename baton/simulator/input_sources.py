@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import DeviceClass, class_cost_tokens
+from baton.cost.train import compute_s
 from baton.errors import UserError
 from baton.policy.tokenizer import model_directory
 from baton.recipe.load import key_and_value, load_recipe, parse_recipe, set_key
@@ -22,12 +23,13 @@ from baton.records.run_directory import RunDirectory
 from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
-from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
-from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, rewards_differ, train_speed
+from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
+from baton.simulator.timing import CostSpeed, FlatSpeed, kv_tokens, rewards_differ, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
 from baton.specs.plan import Plan, Replica
 from baton.specs.workload import LengthSettings, Workload
+from baton.swarm.leases import LeaseRules
 
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
@@ -46,22 +48,13 @@ class SimulationOptions:
     correlation: float = 0.0
     drift: float = 0.0
     judge_cv: float = 0.0
-    swarm: SwarmSpec = field(default_factory=SwarmSpec)
-    """Links, report intervals and timeouts of a swarm."""
-    recorded: tuple[RecordedGroup, ...] = ()
+    recorded: tuple[ScriptedGroup, ...] = ()
     """Groups of a recorded run. If groups are given, their lengths are used instead of a distribution of lengths."""
     is_detailed: bool = False
     """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
 
     def also(self, overrides: Sequence[str]) -> SimulationOptions:
         return replace(self, overrides=(*self.overrides, *overrides))
-
-
-class SettingSource(Protocol):
-    """A plan or a recipe, from which a setting is built."""
-
-    def setting(self, options: SimulationOptions) -> Setting:
-        """Return the setting. Raises UserError."""
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------
@@ -79,7 +72,7 @@ class PlanSource:
     """The plan's cluster, whose links give the bandwidths. If None, the catalogue of GPU types gives the bandwidths."""
 
     def setting(self, options: SimulationOptions) -> Setting:
-        """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
+        """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan. Raises UserError."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
         base: dict[str, Any] = {
@@ -98,12 +91,12 @@ class PlanSource:
         training, stage = plan.training, plan.reward
         if stage is not None:
             work = msgspec.structs.replace(work, **stage.timing)
-        compute_s = training.compute_s + training.bubble_s
+        batch_s = training.compute_s + training.bubble_s
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
             work=_script_work(work, options),
-            train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
+            train=train_speed(self.model, self.work, batch_s, training.time_s - batch_s),
             judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0,
             cycle_overhead_s=plan.breakdown.cycle_overhead_s,
@@ -117,8 +110,7 @@ class PlanSource:
 
     def _swarm(self, options: SimulationOptions, *, restarts: bool) -> SwarmSpec:
         breakdown = self.plan.breakdown
-        fetch_s = breakdown.sync_s - breakdown.cycle_overhead_s
-        spec = replace(options.swarm, fetch_s=fetch_s, rules=replace(options.swarm.rules, restarts=restarts))
+        spec = SwarmSpec(LeaseRules(restarts=restarts), fetch_s=breakdown.sync_s - breakdown.cycle_overhead_s)
         if options.is_detailed:
             return spec
         pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)
@@ -149,7 +141,7 @@ class PlanSource:
         )
 
     def _place(self, replica: Replica) -> DeviceClass:
-        gpu, link, between, latency_s = _catalogue_gpu(replica.gpu, self.cluster), 0.0, 0.0, 2e-5
+        gpu, link, between, latency_s = _gpu_type(replica.gpu, self.cluster), 0.0, 0.0, 2e-5
         if self.cluster is not None:
             own = {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
             nodes = [i for i, node in enumerate(self.cluster.nodes) if node.name in own]
@@ -161,15 +153,15 @@ class PlanSource:
         return DeviceClass(gpu, link, between or link, latency_s, self.efficiencies.of(gpu.name))
 
 
-def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
-    for node in cluster.nodes if cluster is not None else ():
-        if node.gpu.name == name:
-            return node.gpu
-    if name not in gpu_types():
+def _gpu_type(name: str, cluster: Cluster | None) -> Gpu:
+    known = gpu_types()
+    if cluster is not None:
+        known |= {node.gpu.name: node.gpu for node in cluster.nodes}
+    if name not in known:
         raise UserError(
             f"GPU type {name} of the plan is not in the catalogue; give the plan's cluster file with --cluster"
         )
-    return gpu_types()[name]
+    return known[name]
 
 
 class _PlanOverrides(Settings):
@@ -206,6 +198,7 @@ class RecipeSource:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def setting(self, options: SimulationOptions) -> Setting:
+        """Return the setting. Raises UserError."""
         recipe = self.path
         if isinstance(recipe, Path):
             recipe = load_recipe(Recipe, recipe, _with_section(options.overrides))
@@ -228,19 +221,17 @@ class RecipeSource:
         overlaps = rules.mode == "async"
         devices = max(1, threads - count) if overlaps else threads
         shared = max(1.0, (devices + count) / self.cores)
+        batch_s = compute_s(model, work, place, devices)
         if self.efficiencies is None:
             notes.append(
                 "efficiencies are defaults: to measure them, run `baton profile` and give its file with --calibration"
             )
         spec = None
         if swarm.is_on:
-            leases = swarm.lease_rules(restarts=rules.mode == "sync")
-            heartbeat_s, fetch_s = swarm.heartbeat_timeout_s / 6, efficiency.publish_latency_s
-            spec = replace(
-                options.swarm,
-                rules=leases,
-                fetch_s=fetch_s,
-                heartbeat_s=heartbeat_s,
+            spec = SwarmSpec(
+                swarm.lease_rules(restarts=rules.mode == "sync"),
+                fetch_s=efficiency.publish_latency_s,
+                heartbeat_s=swarm.heartbeat_s,
                 report_every_s=swarm.report_every_s,
             )
         return Setting(
@@ -249,7 +240,7 @@ class RecipeSource:
                 EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, class_cost=classes) for i in range(count)
             ),
             work=_script_work(work, options),
-            train=device_train_speed(model, work, place, devices),
+            train=train_speed(model, work, batch_s, efficiency.train_overhead_s, efficiency.backward),
             judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0 if swarm.is_on else efficiency.publish_latency_s,
             cycle_overhead_s=efficiency.cycle_overhead_s,
@@ -289,18 +280,21 @@ class RecipeSource:
         return msgspec.structs.replace(own, **changes), notes
 
 
+SettingSource = PlanSource | RecipeSource
+
+
 def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:
     drawn = TrajectoryWork(work.prompt, work.output, options.correlation, options.drift, work.trained_share)
     return replace(drawn, recorded=() if options.correlation or options.drift else options.recorded)
 
 
-def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
+def recorded_groups(path: Path) -> tuple[ScriptedGroup, ...]:
     """Return a run's recorded groups in the order in which they were opened. Raises UserError if the path has no
     run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
     return tuple(
-        RecordedGroup(
+        ScriptedGroup(
             len(group.members[0].trajectory.prompt_ids),
             tuple(max(1, member.trajectory.num_tokens) for member in group.members),
             rewards_differ(group),

@@ -43,13 +43,15 @@ class SimulatedConnection:
     """Function that receives each message that arrives."""
     lose: Callable[[], None]
     """Function that cuts the connection."""
-    fate: Callable[[], MessageFault] | None = None
+    draw_fault: Callable[[], MessageFault] | None = None
+    """Function that draws the fault of each sent message; None if the run has no faults."""
     decode: Callable[[bytes], Any] | None = None
     """Function that decodes the messages of this direction; None if they are not encoded."""
     connection: int = 0
     """Sequence number of the connection. Messages of an earlier connection are discarded."""
-    last_s: float = field(default=0.0)
-    heard_s: float = field(default=0.0)
+    last_s: float = 0.0
+    """Arrival time of the last message that was sent in order."""
+    arrived_s: float = 0.0
     """Time at which the last message arrived; before the first message, time at which the connection began."""
     due_s: float = math.inf
     """Time of the next check whether messages still arrive; infinite before the first call of `watch`."""
@@ -58,30 +60,30 @@ class SimulatedConnection:
 
     def send(self, message: Any) -> None:
         now_s = self.clock.now_s
-        if self.fate is None:
+        if self.draw_fault is None:
             self.clock.at(now_s + self.link_s, self._arrive, self.connection, message)
             return
         if self.decode is not None:
             message = counted(self.decode(encode(message)))
-        fate = self.fate()
-        if fate.is_lost:
+        fault = self.draw_fault()
+        if fault.is_lost:
             self.clock.at(now_s, self.lose)
             return
-        at_s = now_s + self.link_s + fate.delay_s
-        if not fate.is_late:
+        at_s = now_s + self.link_s + fault.delay_s
+        if not fault.is_late:
             at_s = self.last_s = max(at_s, self.last_s)
         self.clock.at(at_s, self._arrive, self.connection, message)
-        if fate.is_doubled:
+        if fault.is_doubled:
             self.clock.at(at_s + self.link_s, self._arrive, self.connection, message)
 
     def watch(self, silence_s: Callable[[], float], on_silence: Callable[[], None]) -> None:
         """Begin a connection. Call `on_silence` whenever no message has arrived for `silence_s()` seconds."""
-        self.heard_s, self.due_s, self.silence_s, self.on_silence = self.clock.now_s, math.inf, silence_s, on_silence
+        self.arrived_s, self.due_s, self.silence_s, self.on_silence = self.clock.now_s, math.inf, silence_s, on_silence
         self._expect()
 
     def _expect(self) -> None:
         """Schedule a check for the time by which a message must arrive, unless an earlier check is scheduled."""
-        at_s = max(self.clock.now_s, self.heard_s + self.silence_s())
+        at_s = max(self.clock.now_s, self.arrived_s + self.silence_s())
         if at_s < self.due_s:
             self.due_s = at_s
             self.clock.at(at_s, self._check, self.connection, at_s)
@@ -90,8 +92,8 @@ class SimulatedConnection:
         if (connection, due_s) != (self.connection, self.due_s):
             return
         self.due_s, now_s = math.inf, self.clock.now_s
-        if now_s >= self.heard_s + self.silence_s():
-            self.heard_s = now_s
+        if now_s >= self.arrived_s + self.silence_s():
+            self.arrived_s = now_s
             self.on_silence()
         if connection == self.connection:
             self._expect()
@@ -102,7 +104,7 @@ class SimulatedConnection:
 
     def _arrive(self, connection: int, message: Any) -> None:
         if connection == self.connection:
-            self.heard_s = self.clock.now_s
+            self.arrived_s = self.clock.now_s
             self.take(message)
             if self.due_s < math.inf and connection == self.connection:
                 self._expect()  # the message may have shortened `silence_s`
@@ -118,7 +120,7 @@ class SimulatedOutgoing(Outgoing):
         down = self._down
         # without faults no message is lost, so two messages are simplified for speed: Ack arrives at once, and
         # HeartbeatAck, which only shows that the hub is alive, is not sent
-        if down.fate is not None or not isinstance(message, Ack | HeartbeatAck):
+        if down.draw_fault is not None or not isinstance(message, Ack | HeartbeatAck):
             down.send(message)
         elif isinstance(message, Ack):
             down.take(message)
@@ -133,48 +135,40 @@ class SimulatedOutgoing(Outgoing):
             self._down.lose()
 
 
-FINE = MessageFault()
-
-
 class NetworkFaults:
     """The partitions and storms of a run."""
 
     def __init__(self, faults: Sequence[FaultSettings], clock: VirtualClock, random: Random) -> None:
-        self._storms = [fault for fault in faults if fault.kind in ("partition", "storm")]
+        self._faults = [fault for fault in faults if fault.kind in ("partition", "storm")]
         self._clock, self._random = clock, random
 
-    def fates(self, worker: str) -> Callable[[], MessageFault]:
-        return lambda: self._fate(worker)
-
     def is_apart(self, worker: str) -> bool:
-        return any(network_fault.kind == "partition" for network_fault in self._over(worker))
+        return any(fault.kind == "partition" for fault in self._active(worker))
 
     def fetch_fault(self, worker: str) -> str:
         """Return the reason why a fetch that ends now has failed, or an empty string if it has succeeded."""
-        for network_fault in self._over(worker):
-            if network_fault.kind == "partition":
+        for fault in self._active(worker):
+            if fault.kind == "partition":
                 return "the store cannot be reached"
-            if network_fault.corrupt and self._random.random() < network_fault.corrupt:
+            if fault.corrupt and self._random.random() < fault.corrupt:
                 return "the digest of a chunk does not match"
         return ""
 
-    def _over(self, worker: str) -> list[FaultSettings]:
+    def _active(self, worker: str) -> list[FaultSettings]:
         now_s = self._clock.now_s
-        return [s for s in self._storms if s.at_s <= now_s < s.at_s + s.for_s and s.worker in ("", worker)]
+        return [f for f in self._faults if f.at_s <= now_s < f.at_s + f.for_s and f.worker in ("", worker)]
 
-    def _fate(self, worker: str) -> MessageFault:
-        network_faults = self._over(worker)
-        if not network_faults:
-            return FINE
+    def message_fault(self, worker: str) -> MessageFault:
+        """Draw the effect of the current faults on a message from or to a worker."""
         draw, delay_s = self._random.random, 0.0
         is_lost = is_doubled = is_late = False
-        for network_fault in network_faults:
-            if network_fault.kind == "partition":
-                delay_s = max(delay_s, network_fault.at_s + network_fault.for_s - self._clock.now_s)
-            if network_fault.delay_s:
-                delay_s += draw() * network_fault.delay_s
-            is_lost |= bool(network_fault.loss) and draw() < network_fault.loss
-            is_doubled |= bool(network_fault.duplicate) and draw() < network_fault.duplicate
-            if network_fault.reorder and draw() < network_fault.reorder:
+        for fault in self._active(worker):
+            if fault.kind == "partition":
+                delay_s = max(delay_s, fault.at_s + fault.for_s - self._clock.now_s)
+            if fault.delay_s:
+                delay_s += draw() * fault.delay_s
+            is_lost |= bool(fault.loss) and draw() < fault.loss
+            is_doubled |= bool(fault.duplicate) and draw() < fault.duplicate
+            if fault.reorder and draw() < fault.reorder:
                 is_late, delay_s = True, delay_s + draw()
         return MessageFault(delay_s, is_lost, is_doubled, is_late)

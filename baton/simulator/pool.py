@@ -7,6 +7,7 @@ reports its tokens only at the end of a lease, when it loads weights, and when t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from baton.records.trace import Tracer
@@ -27,8 +28,10 @@ class SimulatedEnginePool(SimulatedTransport):
     def __init__(self, setting: Setting, clock: VirtualClock, script: Script, tracer: Tracer | None = None) -> None:
         self._setting, self._clock, self._script = setting, clock, script
         self.engines = [
-            SimEngine(clock, spec, self, shares_prefill=setting.shares_prefill, tracer=tracer)
-            for spec in setting.engines
+            SimEngine(
+                clock, spec, partial(self._on_reports, index), shares_prefill=setting.shares_prefill, tracer=tracer
+            )
+            for index, spec in enumerate(setting.engines)
         ]
         self._queue = LeaseQueue([spec.slots for spec in setting.engines])
         self._inbox: list[FromWorker] = []
@@ -81,9 +84,9 @@ class SimulatedEnginePool(SimulatedTransport):
     def busy(self) -> Iterable[tuple[EngineSpec, EngineTime]]:
         return zip(self._setting.engines, (engine.busy for engine in self.engines), strict=True)
 
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+    def _on_reports(self, index: int, reports: list[FromWorker]) -> None:
         self._inbox += reports
-        self._queue.ended(self.engines.index(engine), reports)
+        self._queue.ended(index, reports)
         self._is_due = True
 
     def _assign(self) -> None:

@@ -16,9 +16,8 @@ from baton.simulator.result import first_full
 from baton.simulator.run import RunOptions, run_request
 
 STEPS = 50
-"""A longer run is predicted from a simulation of about this number of train steps, without the first of them. The
-simulation has further steps, because in `async` the last steps of a run train batches that have been generated
-before."""
+"""Maximum number of train steps from which a longer run is predicted. The simulation has further steps before and after
+them: at the start the pipeline fills, and in `async` the last steps train batches that already exist."""
 
 
 def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, memory: MemoryByTokens) -> Predictions:

@@ -56,17 +56,8 @@ class RunRecord(Ledger):
     outcomes: Counter[str] = field(default_factory=Counter)
     """Name of a fault, or of a reaction to a fault → how often it occurred."""
 
-    def restarted(self, ledger: Ledger) -> None:
-        """Add the ledger of a controller that has stopped."""
-        self._add(ledger)
-        self.outcomes["controller restarted"] += 1
-
-    def close(self, ledger: Ledger, carried: int) -> None:
-        self._add(ledger)
-        self.carried = carried
-        self.generated = self.settled + carried
-
-    def _add(self, ledger: Ledger) -> None:
+    def add(self, ledger: Ledger) -> None:
+        """Add the ledger of a controller that has stopped, except the number of generated tokens."""
         for name in ACCOUNTS[1:]:
             setattr(self, name, getattr(self, name) + getattr(ledger, name))
         self.lost += ledger.lost
@@ -146,10 +137,9 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def summarise(setting: Setting, record: RunRecord, window: tuple[int, int] | None = None) -> Result:
-    """Summarise the record of a run. window: the first train step of the steady state, counted from 0, and the step
+    """Summarise the record of a run. `window`: the first train step of the steady state, counted from 0, and the step
     after its last; by default, all steps except the first `num_warm` and those that fill the pipeline."""
-    rules = setting.rules
-    done = record.steps
+    rules, done = setting.rules, record.steps
     warm, end = window or (min(len(done) - 1, max(num_warm(len(done)), first_full(rules))), len(done))
     steady = done[warm:end]
     begin_s = done[warm - 1].end_s if warm else 0.0
@@ -158,8 +148,10 @@ def summarise(setting: Setting, record: RunRecord, window: tuple[int, int] | Non
     each = [after - before for before, after in itertools.pairwise(ends)]
     size = rules.batch_groups * rules.group_size
     wait_s, train_s = _mean([s.wait_s for s in steady]), _mean([s.train_s for s in steady])
-    in_batches = sum(sum(s.staleness.values()) for s in steady)
-    staleness = _staleness(steady)
+    by_staleness = sum((Counter(s.staleness) for s in steady), Counter[int]())
+    in_batches = max(1, by_staleness.total())
+    staleness = {lag: by_staleness[lag] / in_batches for lag in sorted(by_staleness)}
+    slot_s, generated = sum(s.counts.slot_s for s in steady), sum(s.counts.generated_tokens for s in steady)
     trained = sum(s.tokens for s in steady)
     price_per_s = setting.price_per_h / 3600
     return Result(
@@ -170,22 +162,21 @@ def summarise(setting: Setting, record: RunRecord, window: tuple[int, int] | Non
         step_s=span_s / len(steady),
         step_s_spread=statistics.pstdev(each),
         wait_s=wait_s,
-        generate_s=sum(s.counts.slot_s for s in steady) / setting.slots / len(steady),
+        generate_s=slot_s / setting.slots / len(steady),
         train_s=train_s,
         other_s=span_s / len(steady) - wait_s - train_s,
         trained_tokens_per_s=trained / span_s,
-        generated_tokens_per_s=sum(s.counts.generated_tokens for s in steady) / span_s,
+        generated_tokens_per_s=generated / span_s,
         trajectories_per_s=size * len(steady) / span_s,
         trainer_busy=sum(s.train_s for s in steady) / span_s,
-        rollout_occupancy=sum(s.counts.busy_slot_s for s in steady) / max(1e-9, sum(s.counts.slot_s for s in steady)),
+        rollout_occupancy=sum(s.counts.busy_slot_s for s in steady) / max(1e-9, slot_s),
         engines=_engines(record),
         staleness=staleness,
         mean_staleness=sum(lag * share for lag, share in staleness.items()),
-        masked_share=sum(s.counts.masked_tokens for s in steady) / max(1, in_batches),
+        masked_share=sum(s.counts.masked_tokens for s in steady) / in_batches,
         carried_groups=_mean([s.counts.carried_groups for s in steady]),
         carry_age=_mean([_mean(s.counts.ages) for s in steady]),
-        reprefilled_share=sum(s.counts.reprefilled_tokens for s in steady)
-        / max(1, sum(s.counts.generated_tokens for s in steady)),
+        reprefilled_share=sum(s.counts.reprefilled_tokens for s in steady) / max(1, generated),
         tokens={
             **{name: getattr(record, name) for name in (*ACCOUNTS, "carried", "unreported")},
             **{f"lost: {cause}": count for cause, count in sorted(record.lost.items())},
@@ -200,7 +191,7 @@ def summarise(setting: Setting, record: RunRecord, window: tuple[int, int] | Non
 
 def _too_few(num_steps: int, rules: Rules) -> list[str]:
     """Return a note if the run is too short for steady-state figures, otherwise an empty list."""
-    first = max(1, first_full(rules))
+    first = first_full(rules)
     if num_steps >= first + STEADY_STEPS:
         return []
     return [
@@ -217,14 +208,6 @@ def first_full(rules: Rules) -> int:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
-
-
-def _staleness(steps: Sequence[SimulatedStep]) -> dict[int, float]:
-    found: Counter[int] = Counter()
-    for step in steps:
-        found.update(step.staleness)
-    total = max(1, found.total())
-    return {lag: found[lag] / total for lag in sorted(found)}
 
 
 def _engines(record: RunRecord) -> list[Shares]:

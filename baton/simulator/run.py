@@ -65,7 +65,7 @@ class RunOptions:
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
-    on_step: Callable[[int, int], None] | None = None
+    on_step: Callable[[int, int], None] = lambda step, num_steps: None
     """Called after each new train step, with its number and the number of train steps of the run."""
 
 
@@ -79,8 +79,7 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
         tracer=options.tracer,
         make_scheduler=options.make_scheduler,
     )
-    if options.on_step is not None:
-        world.on_step = options.on_step
+    world.on_step = options.on_step
     if setting.swarm is None:
         if options.faults:
             raise UserError(
@@ -89,12 +88,10 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
             )
         world.port = SimulatedEnginePool(setting, world.clock, world.script, options.tracer)
     else:
-        trouble = (
-            NetworkFaults(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
-        )
-        world.port = swarm = Swarm(
-            setting, world.clock, world.script, world.record, trouble, options.tracer, options.make_table, world.watches
-        )
+        network = None
+        if options.faults:
+            network = NetworkFaults(options.faults, world.clock, choices(options.seed, "messages"))
+        world.port = swarm = Swarm(world, network, options.tracer, options.make_table)
         FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)

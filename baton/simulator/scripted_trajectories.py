@@ -9,8 +9,9 @@ the groups of a recorded run, in the same order. In this case, `correlation` and
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -29,11 +30,12 @@ _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedGroup:
-    """A group of a recorded run."""
+class ScriptedGroup:
+    """The numbers of tokens of a group, and whether it has advantages."""
 
     prompt: int
-    lengths: tuple[int, ...]
+    lengths: Sequence[int]
+    """Number of response tokens of each member."""
     teaches: bool
     """Whether the rewards of the group's members differ."""
 
@@ -52,16 +54,9 @@ class TrajectoryWork:
     of `output`."""
     trained_share: float = 1.0
     """Share of groups whose rewards differ."""
-    recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run. If groups are given, they replace the distributions. They are used in order; after the
-    last group, the first is used again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    prompts: list[int]
-    lengths: list[list[int]]
-    teaches: list[bool]
+    recorded: tuple[ScriptedGroup, ...] = ()
+    """Groups of a recorded run, which replace the distributions. They are used in order; after the last group, the
+    first is used again."""
 
 
 class Script:
@@ -69,21 +64,16 @@ class Script:
 
     def __init__(self, work: TrajectoryWork, seed: int, batch_groups: int, group_size: int) -> None:
         self.work, self._seed = work, seed
-        self._batch_groups, self._group_size, self._recorded = batch_groups, group_size, work.recorded
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        self._last: tuple[int, _Block] = (-1, _Block([], [], []))
+        self._batch_groups, self._group_size = batch_groups, group_size
+        self._block = lru_cache(KEPT_BLOCKS)(self._draw)
 
     def prompt(self, group_id: int) -> int:
-        if self._recorded:
-            return self._recorded[group_id % len(self._recorded)].prompt
-        return self._block(group_id).prompts[group_id % BLOCK]
+        return self._group(group_id).prompt
 
     def length(self, group_id: int, sample_index: int) -> int:
         """Return the number of response tokens of the complete trajectory."""
-        if self._recorded:
-            lengths = self._recorded[group_id % len(self._recorded)].lengths
-            return lengths[sample_index % len(lengths)]
-        return self._block(group_id).lengths[group_id % BLOCK][sample_index]
+        lengths = self._group(group_id).lengths
+        return lengths[sample_index % len(lengths)]
 
     def limited(self, lease: Lease) -> Lease:
         """Return a lease whose limit is the scripted length of its trajectory."""
@@ -93,26 +83,15 @@ class Script:
 
     def reward(self, group_id: int, sample_index: int) -> float:
         """Return a reward of 0 or 1. In a group without advantages, all members have the same reward."""
-        if not self._teaches(group_id):
-            return float(group_id % 2)
-        return float(sample_index % 2)
+        return float((sample_index if self._group(group_id).teaches else group_id) % 2)
 
-    def _teaches(self, group_id: int) -> bool:
-        if self._recorded:
-            return self._recorded[group_id % len(self._recorded)].teaches
-        return self._block(group_id).teaches[group_id % BLOCK]
+    def _group(self, group_id: int) -> ScriptedGroup:
+        if recorded := self.work.recorded:
+            return recorded[group_id % len(recorded)]
+        return self._block(group_id // BLOCK)[group_id % BLOCK]
 
-    def _block(self, group_id: int) -> _Block:
-        number = group_id // BLOCK
-        if self._last[0] != number:
-            if number not in self._blocks:
-                self._blocks[number] = self._draw(number)
-                if len(self._blocks) > KEPT_BLOCKS:
-                    self._blocks.popitem(last=False)
-            self._last = number, self._blocks[number]
-        return self._last[1]
-
-    def _draw(self, number: int) -> _Block:
+    def _draw(self, number: int) -> list[ScriptedGroup]:
+        """Draw the groups from `number · BLOCK` to `(number + 1) · BLOCK - 1`."""
         work, size = self.work, self._group_size
         shared = generator(self._seed, "length of groups", number).standard_normal(BLOCK)
         own = generator(self._seed, "length of trajectories", number).standard_normal((BLOCK, size))
@@ -122,9 +101,9 @@ class Script:
         factor = np.maximum(1e-3, 1 + work.drift * step)[:, None]
         drawn = _pick(work.output, np.asarray(_NORMAL_CDF(score), dtype=float)) * factor
         lengths = np.clip(np.rint(drawn), 1, max(1, int(work.output.longest))).astype(int)
-        prompts = _pick(work.prompt, generator(self._seed, "prompts", number).random(BLOCK))
+        prompts = np.maximum(1, np.rint(_pick(work.prompt, generator(self._seed, "prompts", number).random(BLOCK))))
         teaches = generator(self._seed, "rewards", number).random(BLOCK) < work.trained_share
-        return _Block(np.maximum(1, np.rint(prompts)).astype(int).tolist(), lengths.tolist(), teaches.tolist())
+        return list(map(ScriptedGroup, prompts.astype(int).tolist(), lengths.tolist(), teaches.tolist()))
 
 
 class ScriptedPrompts:

@@ -25,7 +25,7 @@ from baton.records.trace import StageTimer, Tracer, TraceWriter
 from baton.rollout import events as ro
 from baton.rollout.controller import RolloutController
 from baton.rollout.scheduler import RolloutScheduler
-from baton.rollout.scheduler_state import Ledger, StepCounts
+from baton.rollout.scheduler_state import StepCounts
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.train_steps import BatchRecords, TrainedStep, TrainSteps
 from baton.simulator.clock import NoProgress, VirtualClock
@@ -46,7 +46,7 @@ scripted length of each trajectory."""
 
 
 class EventObserver(Protocol):
-    """An observer of every event and command of the scheduler and of the hub's lease table, such as a log, or the
+    """Observes every event and command of the scheduler and of the hub's lease table. Examples are `EventLog` and the
     checker of invariants in `tests/simulator`."""
 
     def on_event(self, event: TimedEvent) -> None:
@@ -134,12 +134,11 @@ class Simulation(BatchRecords):
 
     def run(self) -> RunRecord:
         """Run until the last train step. Raises NoProgress if the run stops making progress."""
-        is_complete = False
-        while not is_complete:
+        while True:
             self._steps = self._new_process()
             try:
                 self._run()
-                is_complete = True
+                break
             except ControllerStopped as stopped:
                 self._on_stopped()
                 self.clock.wait(stopped.down_s)
@@ -149,10 +148,11 @@ class Simulation(BatchRecords):
         record.seconds = self.clock.now_s
         record.engines = [*self.port.busy()]
         self._scorer.close()
-        if self._steps.has_begun:
-            record.close(self.scheduler.ledger, self.scheduler.num_carried_tokens)
-        else:  # after its last start, the controller only trained recorded batches
-            record.close(Ledger(), self._carried_tokens)
+        record.carried = self._carried_tokens
+        if self._steps.has_begun:  # otherwise the controller only trained recorded batches after its last start
+            record.add(self.scheduler.ledger)
+            record.carried = self.scheduler.num_carried_tokens
+        record.generated = record.settled + record.carried
         return record
 
     def _on_stopped(self) -> None:
@@ -161,7 +161,7 @@ class Simulation(BatchRecords):
         assert self._journal is not None, "a fault restarts the controller, but the simulation has no journal"
         self._journal.roll_back()
         self.lineage += 1
-        ledger = Ledger()
+        self.record.outcomes["controller restarted"] += 1
         if self._steps.has_begun:
             scheduler = self.scheduler
             # `consumed` and `masked` are nonzero only if a batch has been delivered but not recorded
@@ -169,7 +169,7 @@ class Simulation(BatchRecords):
             ledger, self._carried_tokens = scheduler.ledger, scheduler.num_carried_tokens + consumed
             ledger.trained -= consumed - masked
             ledger.masked -= masked
-        self.record.restarted(ledger)
+            self.record.add(ledger)
 
     # ---- one process of the controller -------------------------------------------------------------------------------
 
@@ -178,11 +178,9 @@ class Simulation(BatchRecords):
         checkpoint."""
         self.port.begin()
         worker = WorkerClient(self.port, HANG_S, clock=lambda: self.clock.now_s)
-        make = ObservedController if self.watches else RolloutController
-        controller = make(worker, self.rules, ScriptedPrompts(self.script), self._scorer, SAMPLING, self._journal)
-        controller.make_scheduler = self._make_scheduler
-        if isinstance(controller, ObservedController):
-            controller.watches = self.watches
+        prompts = ScriptedPrompts(self.script)
+        controller = ObservedController(worker, self.rules, prompts, self._scorer, SAMPLING, self._journal)
+        controller.watches, controller.make_scheduler = self.watches, self._make_scheduler
         step, cursor = self._checkpoint
         version = PolicyVersion(f"lineage {self.lineage}", step, f"digest {step}")
         return TrainSteps(

@@ -11,13 +11,10 @@ from typing import Any
 from baton.clock import Clock
 from baton.errors import UserError
 from baton.records.trace import Tracer
-from baton.simulator.clock import VirtualClock
 from baton.simulator.faults import FaultSettings
-from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
+from baton.simulator.inputs import EngineSpec, SwarmSpec
 from baton.simulator.network import NetworkFaults, SimulatedConnection, SimulatedOutgoing
-from baton.simulator.result import RunRecord
-from baton.simulator.scripted_trajectories import Script
-from baton.simulator.simulation import EventObserver
+from baton.simulator.simulation import Simulation
 from baton.simulator.transport import ControllerStopped, EngineTime, SimulatedTransport
 from baton.simulator.worker import SimWorker
 from baton.swarm import lease_events as ev
@@ -45,34 +42,29 @@ from baton.swarm.verification.service import LogprobScorer, VerificationService
 from baton.swarm.verification.verify import Calibration
 from baton.types import FromHub, FromPort, Lease, PolicyVersion
 
-Count = Callable[[str], None]
-"""Counts an outcome by its name, such as `worker expelled`."""
-
 
 class ObservedLeaseBroker(LeaseBroker):
     """A `LeaseBroker` that calls observers, and counts its reactions to faults."""
 
-    def __init__(
-        self, table: LeaseTable, check: ReportCheck, clock: Clock, watches: Sequence[EventObserver], count: Count
-    ) -> None:
+    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, swarm: Swarm) -> None:
         super().__init__(table, check, clock)
-        self._watches, self._count = watches, count
+        self._swarm = swarm
 
     def handle(self, event: ev.Event) -> list[BrokerCommand]:
-        for watch in self._watches:
+        for watch in self._swarm.watches:
             watch.on_event(event)
         found = super().handle(event)
-        for watch in self._watches:
+        for watch in self._swarm.watches:
             watch.settled(event)
         return found
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
-        for watch in self._watches:
+        for watch in self._swarm.watches:
             watch.on_command(command)
         if isinstance(command, ev.GrantLease) and self._tasks[command.task].leases:
-            self._count("trajectory leased again")
+            self._swarm.count("trajectory leased again")
         elif isinstance(command, ev.DisconnectWorker):
-            self._count("worker expelled")
+            self._swarm.count("worker expelled")
         return super().apply(command)
 
 
@@ -83,25 +75,22 @@ class Swarm(SimulatedTransport):
 
     def __init__(
         self,
-        setting: Setting,
-        clock: VirtualClock,
-        script: Script,
-        record: RunRecord,
-        trouble: NetworkFaults | None = None,
-        tracer: Tracer | None = None,
-        make_table: Callable[..., LeaseTable] = LeaseTable,
-        watches: Sequence[EventObserver] = (),
+        world: Simulation,
+        network: NetworkFaults | None,
+        tracer: Tracer | None,
+        make_table: Callable[..., LeaseTable],
     ) -> None:
-        assert setting.swarm is not None, "the setting has no swarm"
-        self.setting, self.clock, self.trouble = setting, clock, trouble
-        self._script, self._record = script, record
-        self.spec: SwarmSpec = setting.swarm
+        """`network`: None if the run has no faults."""
+        assert world.setting.swarm is not None, "the setting has no swarm"
+        self.setting, self.clock, self.network = world.setting, world.clock, network
+        self.spec: SwarmSpec = world.setting.swarm
         self.workers: list[SimWorker] = []
         self.incarnation = -1
         self.is_down = True
-        self._tracer, self._make_table, self._watches = tracer, make_table, watches
+        self.watches, self._script, self._record = world.watches, world.script, world.record
+        self._tracer, self._make_table = tracer, make_table
         self._published_s = 0.0
-        self._weights = {spec.name: spec.weight for spec in setting.engines}
+        self._weights = {spec.name: spec.weight for spec in self.setting.engines}
         self._keys, self.quarantine = WorkerKeys(b"simulated"), Quarantine(None)
         self._sessions: dict[SimWorker, HubSession] = {}
         """The hub's sessions with the connected workers."""
@@ -163,6 +152,7 @@ class Swarm(SimulatedTransport):
             self.clock.after(self.spec.tick_s, self._tick, incarnation)
 
     def count(self, name: str) -> None:
+        """Count a fault, or a reaction to a fault, such as `worker expelled`."""
         self._record.outcomes[name] += 1
 
     # ---- the hub -----------------------------------------------------------------------------------------------------
@@ -171,8 +161,8 @@ class Swarm(SimulatedTransport):
         clock, spec = (lambda: self.clock.now_s), self.spec
         # a check takes time linear in the number of tokens; without faults, all messages are valid and are not checked
         limits = ReportLimits(vocabulary=sys.maxsize, max_context_tokens=sys.maxsize)
-        check = partial(check_report, limits=limits, text=str) if self.trouble else lambda *_, **__: None
-        broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self._watches, self.count)
+        check = partial(check_report, limits=limits, text=str) if self.network else lambda *_, **__: None
+        broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self)
         verifier = VerificationService(
             _no_scorer,
             VerificationPolicy(InspectionSettings(), b""),
@@ -210,25 +200,14 @@ class Swarm(SimulatedTransport):
 
     def join(self, spec: EngineSpec) -> None:
         worker = SimWorker(self.setting, spec, self.clock, self, self._tracer)
-        fate = None if self.trouble is None else self.trouble.fates(spec.name)
-        worker.up = SimulatedConnection(
-            self.clock,
-            self.spec.link_s,
-            lambda message: self._on_message(worker, message),
-            worker.cut,
-            fate,
-            decode_from_worker,
-        )
-        worker.down = SimulatedConnection(
-            self.clock, self.spec.link_s, worker.on_message, worker.cut, fate, decode_from_hub
-        )
+        draw_fault = None if self.network is None else partial(self.network.message_fault, spec.name)
+        link = partial(SimulatedConnection, self.clock, self.spec.link_s, lose=worker.cut, draw_fault=draw_fault)
+        worker.up = link(partial(self._on_message, worker), decode=decode_from_worker)
+        worker.down = link(worker.on_message, decode=decode_from_hub)
         same = sum(other.spec.name == spec.name for other in self.workers)
         worker.engine.name += f" ({same + 1})" if same else ""
         self.workers.append(worker)
         worker.start()
-
-    def alive(self) -> list[SimWorker]:
-        return [worker for worker in self.workers if worker.is_up]
 
     def restart(self) -> None:
         """Stop the hub and cut every connection."""
@@ -240,12 +219,12 @@ class Swarm(SimulatedTransport):
 
     def try_connect(self, worker: SimWorker) -> bool:
         name = worker.spec.name
-        if self.is_down or (self.trouble is not None and self.trouble.is_apart(name)):
+        if self.is_down or (self.network is not None and self.network.is_apart(name)):
             return False
         grant = AccessGrant(name, Role.WORKER, True, name, is_own=True)
         outgoing = SimulatedOutgoing(worker.down)
         session = self._sessions[worker] = HubSession(self.members, grant, "", outgoing)
-        if self.trouble is not None:
+        if self.network is not None:
             silent = ReceiveTimeout("silent")
             worker.up.watch(lambda: session.silence_s, lambda: self._fail(worker, session, silent))
             worker.down.watch(lambda: worker.session.silence_s, worker.on_silence)
@@ -256,7 +235,7 @@ class Swarm(SimulatedTransport):
             return "the hub is down"
         if self.members.versions.get(version.number) != version:
             return "no such version"
-        return "" if self.trouble is None else self.trouble.fetch_fault(worker.spec.name)
+        return "" if self.network is None else self.network.fetch_fault(worker.spec.name)
 
     def cut(self, worker: SimWorker) -> None:
         session = self._sessions.pop(worker, None)
@@ -282,25 +261,25 @@ class FaultInjector:
             if fault.worker and fault.worker not in self._specs:
                 known = ", ".join([*self._specs][:8]) + (", …" if len(self._specs) > 8 else "")
                 raise UserError(f"fault at {fault.at_s:g} s: worker: got {fault.worker!r}, allowed are {known}")
-            swarm.clock.at(fault.at_s, self._happen, fault)
+            swarm.clock.at(fault.at_s, self._inject, fault)
 
-    def _happen(self, fault: FaultSettings) -> None:
+    def _inject(self, fault: FaultSettings) -> None:
         swarm = self._swarm
         swarm.count(f"fault: {fault.kind}")
-        if fault.kind in ("partition", "storm"):
-            return
-        if fault.kind == "restart":
-            if not swarm.is_down:
-                raise ControllerStopped(fault.for_s)
-            return
-        if fault.kind == "join":
-            name = fault.worker or self._random.choice([*self._specs])
-            swarm.join(self._specs[name])
-            return
-        if alive := [worker for worker in swarm.alive() if fault.worker in ("", worker.spec.name)]:
-            self._strike(self._random.choice(alive), fault)
+        match fault.kind:
+            case "partition" | "storm":
+                pass  # `NetworkFaults` applies them
+            case "restart":
+                if not swarm.is_down:
+                    raise ControllerStopped(fault.for_s)
+            case "join":
+                swarm.join(self._specs[fault.worker or self._random.choice([*self._specs])])
+            case _:
+                workers = [w for w in swarm.workers if w.is_up and fault.worker in ("", w.spec.name)]
+                if workers:
+                    self._disturb(self._random.choice(workers), fault)
 
-    def _strike(self, worker: SimWorker, fault: FaultSettings) -> None:
+    def _disturb(self, worker: SimWorker, fault: FaultSettings) -> None:
         clock = self._swarm.clock
         match fault.kind:
             case "hang":

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from baton.cost.generate import DeviceClass, context_bytes, decode_s, prefill_s, weight_bytes
-from baton.cost.train import batch_flops, compute_s, forward_passes
+from baton.cost.train import batch_flops, forward_passes
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 from baton.types import Group
@@ -75,16 +75,10 @@ class CostSpeed:
 
     def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
+        self.trajectory_s = place.efficiency.trajectory_overhead_s
+        self.prefill_overhead_s = place.efficiency.prefill_overhead_s
         self._spacing = max(1.0, work.longest_tokens / KNOTS)
         self._tables: dict[int, list[float]] = {}
-
-    @property
-    def trajectory_s(self) -> float:
-        return self._place.efficiency.trajectory_overhead_s
-
-    @property
-    def prefill_overhead_s(self) -> float:
-        return self._place.efficiency.prefill_overhead_s
 
     def step_s(self, rows: int, context: float) -> float:
         table = self._tables.get(rows)
@@ -162,9 +156,3 @@ def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float
     return TrainSpeed(
         fixed_s, full_s * share / tokens, full_s * (1 - share) / squared, none / every, work.shares_prompts
     )
-
-
-def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
-    """Return a trainer's speed on `devices` equal GPUs or cores, from efficiencies of `baton profile`."""
-    own = place.efficiency
-    return train_speed(model, work, compute_s(model, work, place, devices), own.train_overhead_s, own.backward)

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.simulator.clock import VirtualClock
 from baton.simulator.inputs import Setting
 from baton.simulator.transport import SimulatedTransport
-from baton.trainer.trainer import Pending, PublishedWeights, StepTrainer
+from baton.trainer.trainer import Pending, PublishedWeights
 from baton.types import Batch, PolicyVersion
 
 CLOSE = 1e-9
 """Relative tolerance for the end of a train step, because of rounding errors."""
 
 
-class VirtualTrainer(StepTrainer):
-    """A trainer whose train steps only take time."""
+@dataclass(slots=True, eq=False)
+class VirtualTrainer:
+    """A `StepTrainer` whose train steps only take time."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        clock: VirtualClock,
-        port: SimulatedTransport,
-        is_generating: Callable[[], bool],
-        version: PolicyVersion,
-    ) -> None:
-        """is_generating: whether a trajectory is leased."""
-        self.setting, self.clock, self.port, self.is_generating = setting, clock, port, is_generating
-        self._version = version
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
+    setting: Setting
+    clock: VirtualClock
+    port: SimulatedTransport
+    is_generating: Callable[[], bool]
+    """Whether a trajectory is leased."""
+    version: PolicyVersion
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         return VirtualStep(self, batch, in_background=in_background)
 
     def publish(self) -> PublishedWeights:
-        return PublishedWeights(self._version, {})
-
-    def trained(self, step: int) -> None:
-        lineage = self._version.lineage
-        self._version = PolicyVersion(lineage, step, f"digest {step}")
+        return PublishedWeights(self.version, {})
 
 
 class VirtualStep(Pending):
@@ -66,7 +55,7 @@ class VirtualStep(Pending):
     def result(self) -> dict[str, float]:
         while not self.wait(1.0):
             pass
-        self._trainer.trained(self._step)
+        self._trainer.version = PolicyVersion(self._trainer.version.lineage, self._step, f"digest {self._step}")
         return {"begin_s": self._begin_s, "end_s": self._clock.now_s}
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""The interface between the controller and simulated engines: the interface of a live run, with additional methods. The
-tokens in messages are `CountedTokens`."""
+"""`SimulatedTransport`: the `WorkerTransport` of simulated engines, with additional methods. The tokens in messages are
+`CountedTokens`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from baton.simulator.inputs import EngineSpec
 
 @dataclass
 class ControllerStopped(Exception):
-    """Raised by the fault `restart` while the controller waits. The controller loses its state, as if it were
-    killed."""
+    """Raised by the fault `restart` while the controller waits. The controller loses its state, as after a kill."""
 
     down_s: float
     """Seconds until the controller starts again."""

@@ -16,7 +16,7 @@ from baton.swarm import version_sync as vs
 from baton.swarm.messages import Dropped, FromHub, Leaving, RunOver, Welcome
 from baton.swarm.verification.verify import WorkerClass
 from baton.swarm.worker.session import Command, ConnectionLost, Prepare, WorkerSession
-from baton.types import Abort, FromWorker, Lease, PolicyVersion
+from baton.types import Abort, Lease, PolicyVersion
 
 
 class WorkerHost(Protocol):
@@ -39,7 +39,7 @@ class SimWorker:
     """One worker process, from its start to its end."""
 
     def __init__(
-        self, setting: Setting, spec: EngineSpec, clock: VirtualClock, around: WorkerHost, tracer: Tracer | None
+        self, setting: Setting, spec: EngineSpec, clock: VirtualClock, host: WorkerHost, tracer: Tracer | None
     ) -> None:
         assert setting.swarm is not None, "the setting has no swarm"
         self.spec = spec
@@ -52,14 +52,14 @@ class SimWorker:
         self.engine = SimEngine(
             clock,
             spec,
-            self,
+            lambda reports: self._run_commands(self.session.reported(reports)),
             report_every_s=setting.swarm.report_every_s,
             shares_prefill=setting.shares_prefill,
             tracer=tracer,
         )
         self.slowness = 1.0
         self.is_frozen = False
-        self._swarm, self._clock, self._around, self._tracer = setting.swarm, clock, around, tracer
+        self._swarm, self._clock, self._host, self._tracer = setting.swarm, clock, host, tracer
         self._resumes = setting.rules.on_new_version == "resume"
         self._unread: list[FromHub] = []
         """Messages that have arrived while the worker was frozen."""
@@ -78,7 +78,7 @@ class SimWorker:
             return
         self.is_up = False
         self.engine.stop()
-        self._around.lost(self.engine.unreported() + self.session.num_unconfirmed)
+        self._host.lost(self.engine.unreported() + self.session.num_unconfirmed)
         self.engine.abandon()
         self._disconnect()
 
@@ -125,7 +125,7 @@ class SimWorker:
         self._unread.clear()
         self.up.cut()
         self.down.cut()
-        self._around.cut(self)
+        self._host.cut(self)
 
     def _connect_later(self) -> None:
         self._clock.after(self.session.lost(self._clock.now_s), self._connect)
@@ -136,7 +136,7 @@ class SimWorker:
         if self.is_frozen:
             self._clock.after(1.0, self._connect)
             return
-        self.is_connected = self._around.try_connect(self)
+        self.is_connected = self._host.try_connect(self)
         if not self.is_connected:
             self._connect_later()
 
@@ -180,7 +180,11 @@ class SimWorker:
                 case Dropped(lease_id=lease):
                     self.engine.drop(lease)
                 case Prepare(is_new_hub=is_new_hub):
-                    self._prepare(drops=is_new_hub)
+                    for lease in self.engine.leases if is_new_hub else ():
+                        self.engine.drop(lease)
+                    own_class = WorkerClass("simulated", "float32", self.spec.kind)
+                    self._run_commands(self.session.ready(own_class, self.spec.slots))
+                    self._begin_beats(self._swarm.heartbeat_s)
                 case vs.Fetch(version=version):
                     self._fetching_s = self._clock.now_s
                     self._clock.after(self._swarm.fetch_s * self.slowness, self._fetched, version)
@@ -195,17 +199,6 @@ class SimWorker:
                     if self.is_connected and not self.is_frozen:
                         self.up.send(command)
 
-    def _prepare(self, *, drops: bool) -> None:
-        for lease in self.engine.leases if drops else ():
-            self.engine.drop(lease)
-        self._run_commands(self.session.ready(WorkerClass("simulated", "float32", self.spec.kind), self.spec.slots))
-        self._begin_beats(self._swarm.heartbeat_s)
-
-    # ---- reports of the engine ---------------------------------------------------------------------------------------
-
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        self._run_commands(self.session.reported(reports))
-
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def _consider(self, event: vs.Event) -> None:
@@ -219,7 +212,7 @@ class SimWorker:
             self._clock.after(1.0, self._fetched, version)
             return
         now_s = self._clock.now_s
-        cause = self._around.fetches(self, version)
+        cause = self._host.fetches(self, version)
         if self._tracer is not None:
             self._tracer.span("fetch", self.engine.name, ASIDE, self._fetching_s, now_s, version=version.number)
         if cause:

@@ -52,6 +52,11 @@ class SwarmSettings(Settings):
         """True if the run starts a hub."""
         return bool(self.workers) or self.serve is not None
 
+    @property
+    def heartbeat_s(self) -> float:
+        """Interval of a worker's heartbeats in seconds. A worker that misses six heartbeats is considered dead."""
+        return self.heartbeat_timeout_s / 6
+
     def lease_rules(self, *, restarts: bool) -> LeaseRules:
         """Return the rules of the lease table. restarts: value of `LeaseRules.restarts`."""
         return LeaseRules(

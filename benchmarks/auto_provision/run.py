@@ -23,7 +23,7 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.input_sources import recorded_groups
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.run import RunOptions, build
-from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
+from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
 from baton.simulator.simulation import EventObserver, Simulation
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
@@ -102,7 +102,7 @@ class _Course(EventObserver):
 def simulate(tail: str, engine: str, arm: str, seed: int) -> dict[str, Any]:
     """Simulate one run; return its figures, the start included, and the course of over-provision."""
     drawn = lengths(tail, seed, GROUPS * (STEPS + 8))
-    groups = tuple(RecordedGroup(PROMPT, tuple(int(max(1, n)) for n in row), True) for row in drawn)
+    groups = tuple(ScriptedGroup(PROMPT, tuple(int(max(1, n)) for n in row), True) for row in drawn)
     settings = RolloutSettings.model_validate({"batch_groups": GROUPS, "group_size": SIZE, **ARMS[arm]})
     setting = Setting(
         settings.rules(),

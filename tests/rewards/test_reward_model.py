@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from baton.rewards.scorer import RewardScorer
 from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.run.assemble import build_loop
 from baton.run.devices import DeviceLayout
-from baton.run.dry_run import check_reward_models
+from baton.run.dry_run import check_reward_models, trainer_bytes
 from baton.run.memory import processes_of
 from baton.specs.model import read_model
 from baton.types import Episode, Exchange, FailureCause, Message, Prompt, RewardResult, ScoredTrajectory
@@ -241,6 +242,18 @@ def test_a_context_that_the_reward_model_lacks_is_refused(small: Any, tmp_path: 
     short = make_reward_model(tmp_path / "short", small.model, positions=48)
     with pytest.raises(UserError, match=r"at most 48 tokens, but prompt and response may have engine.max_context"):
         check_reward_models(recipe_with(small, short, tmp_path))
+
+
+def test_a_large_reward_model_with_the_name_of_the_trainer_is_not_counted_as_the_trainer(
+    small: Any, tmp_path: Path
+) -> None:
+    large, layers = make_reward_model(tmp_path / "large", small.model), 5000
+    file = large / "config.json"
+    deeper = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    file.write_text(json.dumps(json.loads(file.read_text()) | deeper))
+    recipes = [recipe_with(small, large, tmp_path, keys=keys) for keys in ("", 'name = "trainer"')]
+    plain, named = (trainer_bytes(recipe, is_here=True) for recipe in recipes)
+    assert named == plain
 
 
 def test_the_memory_of_a_reward_model_is_counted_on_each_of_its_devices(

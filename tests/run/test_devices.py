@@ -320,7 +320,7 @@ def test_the_engine_of_the_trainers_process_has_another_gpu(
 
     monkeypatch.setattr(assemble, "engine_of_model", engine_of_model)
     own = recipe(small, tmp_path, f"engine.kind={kind}")
-    assemble.build_engine(own, own.model.path, PolicyVersion("x", 0))
+    assemble.build_engine(own, PolicyVersion("x", 0), None)
     assert started == {"device": device, "sees": sees}
 
 
@@ -339,7 +339,7 @@ def test_each_replica_starts_on_its_own_gpus_and_too_few_are_refused(
     monkeypatch.setattr(assemble, "engine_of_model", engine_of_model)
     keys = ("engine.kind=vllm", "weights.transport=direct", "engine.vllm.tensor_parallel=2")
     own = recipe(small, tmp_path, *keys, "engine.vllm.replicas=2")
-    port = assemble.build_port(own, own.model.path, PolicyVersion("x", 0))
+    port = assemble.build_port(own, PolicyVersion("x", 0))
     port.close()
     assert started == [("1,2", "nccl", "replica 0"), ("3,4", "nccl", "replica 1")]
     assert port.slots == 16

@@ -19,12 +19,12 @@ from baton.types import FromWorker, Lease, Report, SamplingParams, Trajectory
 
 @dataclass
 class Heard:
-    """Who holds the engine: keeps what it says."""
+    """Receives and keeps the reports of an engine."""
 
     clock: VirtualClock
     said: list[tuple[float, int, str, list[tuple[int, int]]]] = field(default_factory=list)
 
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+    def on_reports(self, reports: list[FromWorker]) -> None:
         for report in reports:
             assert isinstance(report, Report), "no lease is refused here"
             end = "put_down" if report.is_aborted else "finished" if report.finish_reason else ""
@@ -36,7 +36,7 @@ def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Virtual
     clock = VirtualClock()
     of_spec = {key: options.pop(key) for key in ("kv_tokens", "class_cost") if key in options}
     heard = Heard(clock)
-    made = SimEngine(clock, EngineSpec("e", slots, speed, **of_spec), heard, **options)
+    made = SimEngine(clock, EngineSpec("e", slots, speed, **of_spec), heard.on_reports, **options)
     made.version = 0
     return clock, made, heard
 

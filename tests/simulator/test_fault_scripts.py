@@ -73,7 +73,9 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, said: str) -> None
         ("time,worker\n1,w1", "needs at_s"),
         ("at_s,worker\nsoon,w1", "line 2"),
         ("worker,at_s\nw1", "line 2"),
+        ("at_s,worker\nnan,w1", "line 2"),
         ("at_s,worker\n1,é", "not a CSV file in UTF-8"),
+        pytest.param("at_s,worker\n1," + "w" * 200_000, "not a CSV file in UTF-8", id="a field beyond csv's limit"),
     ],
 )
 def test_a_trace_that_is_none_is_named(tmp_path: Path, rows: str, said: str) -> None:

@@ -15,7 +15,7 @@ from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.result import summarise
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.scripted_trajectories import RecordedGroup, Script, TrajectoryWork
+from baton.simulator.scripted_trajectories import ScriptedGroup, Script, TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
@@ -121,7 +121,7 @@ def test_many_equal_gpus_come_to_the_closed_form() -> None:
 
 
 def test_a_run_s_own_groups_come_again_in_their_order() -> None:
-    groups = (RecordedGroup(5, (10, 20), True), RecordedGroup(6, (30, 40), False))
+    groups = (ScriptedGroup(5, (10, 20), True), ScriptedGroup(6, (30, 40), False))
     script = Script(TrajectoryWork(constant(1), constant(1), recorded=groups), 3, 4, 3)
     assert [script.prompt(group) for group in range(3)] == [5, 6, 5]
     assert [script.length(3, index) for index in range(3)] == [30, 40, 30]
@@ -136,7 +136,7 @@ def test_a_slot_stays_empty_for_the_step_that_begins_before_its_next_trajectory_
         rules(batch_groups=2, group_size=2),
         (EngineSpec("e", 2, FlatSpeed(0.1)),),
         TrajectoryWork(
-            constant(1), constant(10), recorded=(RecordedGroup(1, (10, 20), True), RecordedGroup(1, (10, 5), True))
+            constant(1), constant(10), recorded=(ScriptedGroup(1, (10, 20), True), ScriptedGroup(1, (10, 5), True))
         ),
         TrainSpeed(1.0, 0.0, 0.0),
         num_steps=1,
