@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.swarm import lease_events as ev
@@ -110,14 +110,6 @@ class TrackedTask:
     """Leases that were returned while another lease of the task was still valid."""
     is_aborting: bool = False
 
-    def commit(self, lease: TrackedLease) -> None:
-        """Commit the tokens of a lease. Versions never decrease along a trajectory, so the worker of a later lease must
-        serve at least the version of the last token."""
-        self.committed, self.origin = lease.length, lease.origin
-        version, is_exact = self.ask
-        if not is_exact:
-            self.ask = max(version, lease.version), False
-
     @property
     def is_waiting(self) -> bool:
         return not self.leases
@@ -138,8 +130,10 @@ class LeaseTable:
         """Number of tasks without a lease."""
         self.wasted: Counter[str] = Counter()
         """Cause → number of discarded tokens."""
-        self._tasks: dict[int, TrackedTask] = {}
-        self._leases: dict[int, TrackedLease] = {}
+        self.tasks: dict[int, TrackedTask] = {}
+        """Number → task that is neither finished nor aborted."""
+        self.leases: dict[int, TrackedLease] = {}
+        """Number → valid lease."""
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
         self._index = WorkerIndex(rules.prefetch)
@@ -182,28 +176,9 @@ class LeaseTable:
     def workers(self) -> dict[int, Worker]:
         return self._index.workers
 
-    @property
-    def num_tasks(self) -> int:
-        """Number of tasks that are neither finished nor aborted."""
-        return len(self._tasks)
-
-    def tasks(self) -> Iterable[TrackedTask]:
-        """Return the tasks that are neither finished nor aborted."""
-        return self._tasks.values()
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._leases)
-
-    def knows(self, lease: int) -> bool:
-        return lease in self._leases
-
-    def is_recalled(self, lease: int) -> bool:
-        return self._leases[lease].recalled_s is not None
-
     def is_comparable(self, lease: int) -> bool:
         """Return whether the tokens of a correct worker under this lease must equal the task's committed tokens."""
-        return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
+        return self._is_consistent(self.tasks[self.leases[lease].task], self.leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -232,29 +207,29 @@ class LeaseTable:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
-        for lease in [self._leases[number] for number in worker.leases]:
+        for lease in [self.leases[number] for number in worker.leases]:
             if lease.length == lease.base:
                 self._credit(worker, LeaseCredit.lose)
         yield from self._remove(worker)
 
     def _remove(self, worker: Worker) -> Iterator[ev.Command]:
-        self._index.remove(worker.number)
+        self._index.remove(worker)
         if worker.owner is not None:
             worker.owner.credit.resize(-self._index.most(worker.slots))
         for number in sorted(worker.leases):
-            yield from self._end_lease(self._leases[number])
+            yield from self._end_lease(self.leases[number])
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
     def _on_task_submitted(self, event: ev.TaskSubmitted) -> None:
-        assert event.task not in self._tasks, f"task {event.task} was submitted twice"
+        assert event.task not in self.tasks, f"task {event.task} was submitted twice"
         ask = event.version, event.is_exact
         task = TrackedTask(event.task, ask, event.num_tokens, event.max_tokens, event.start, event.preferred)
-        self._tasks[event.task] = task
+        self.tasks[event.task] = task
         self._queue(task)
 
     def _on_task_aborted(self, event: ev.TaskAborted) -> Iterator[ev.Command]:
-        task = self._tasks.get(event.task)
+        task = self.tasks.get(event.task)
         if task is None or task.is_aborting:
             return
         task.is_aborting = True
@@ -267,7 +242,7 @@ class LeaseTable:
 
     def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
         """Remove a task, and count its uncommitted tokens as discarded. The caller counts the committed tokens."""
-        task = self._tasks.pop(event.task, None)
+        task = self.tasks.pop(event.task, None)
         if task is None:
             return
         self.num_waiting -= task.is_waiting
@@ -278,10 +253,10 @@ class LeaseTable:
             yield from self._discard_tokens(task, lease, task.committed)
 
     def _on_lease_progressed(self, event: ev.LeaseProgressed) -> Iterator[ev.Command]:
-        lease = self._leases.get(event.lease)
+        lease = self.leases.get(event.lease)
         if lease is None:
             return
-        task, worker = self._tasks[lease.task], self.workers[lease.worker]
+        task, worker = self.tasks[lease.task], self.workers[lease.worker]
         self._index.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
         self._credit(worker, lambda credit: credit.earn(event.num_tokens))
         lease.grew_s = worker.last_progress_s = worker.last_seen_s = event.at_s
@@ -293,10 +268,10 @@ class LeaseTable:
             yield from self._commit(task, lease)
 
     def _on_lease_finished(self, event: ev.LeaseFinished) -> Iterator[ev.Command]:
-        lease = self._leases.get(event.lease)
+        lease = self.leases.get(event.lease)
         if lease is None:
             return
-        task = self._tasks.pop(lease.task)
+        task = self.tasks.pop(lease.task)
         self._credit(self.workers[lease.worker], LeaseCredit.finish)
         prefix, is_faithful = task.committed, self._is_consistent(task, lease)
         self._remove_lease(lease)
@@ -315,10 +290,10 @@ class LeaseTable:
             yield from self._discard_tokens(task, other, prefix)
 
     def _on_lease_returned(self, event: ev.LeaseReturned) -> Iterator[ev.Command]:
-        lease = self._leases.get(event.lease)
+        lease = self.leases.get(event.lease)
         if lease is None:
             return
-        worker, task = self.workers[lease.worker], self._tasks[lease.task]
+        worker, task = self.workers[lease.worker], self.tasks[lease.task]
         if not task.is_aborting:
             self._credit(worker, lambda credit: credit.give_back(lease.length - lease.base))
         # The worker refused the lease. Without a version, it is not immediately granted the same task again.
@@ -327,7 +302,7 @@ class LeaseTable:
         yield from self._end_lease(lease)
 
     def _end_lease(self, lease: TrackedLease) -> Iterator[ev.Command]:
-        task = self._tasks[lease.task]
+        task = self.tasks[lease.task]
         self._remove_lease(lease)
         task.leases.remove(lease)
         if task.leases and not task.is_aborting:  # the task's other lease continues
@@ -377,11 +352,14 @@ class LeaseTable:
 
     def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
         if lease.length > task.committed:
-            task.commit(lease)
+            task.committed, task.origin = lease.length, lease.origin
+            version, is_exact = task.ask
+            if not is_exact:  # versions never decrease along a trajectory
+                task.ask = max(version, lease.version), False
             yield ev.CommitTokens(task.number, lease.number, lease.length)
 
     def _return_task(self, task: TrackedTask) -> Iterator[ev.Command]:
-        del self._tasks[task.number]
+        del self.tasks[task.number]
         yield ev.ReturnTask(task.number)
 
     def _count_discarded(self, cause: str, num_tokens: int) -> Iterator[ev.Command]:
@@ -390,7 +368,7 @@ class LeaseTable:
             yield ev.DiscardTokens(cause, num_tokens)
 
     def _remove_lease(self, lease: TrackedLease) -> None:
-        del self._leases[lease.number]
+        del self.leases[lease.number]
         owner = lease.owner
         if owner is not None:
             owner.num_held -= 1
@@ -416,9 +394,8 @@ class LeaseTable:
     def _charge(self, lease: TrackedLease) -> None:
         """Subtract the cost of a lost lease from its worker's credit, unless the worker had not started the lease."""
         worker = self.workers[lease.worker]
-        # A worker runs its leases in the order of their numbers. If a lease is not among the worker's first `slots`
-        # leases, it has never run.
-        if sorted(worker.leases).index(lease.number) < worker.slots:
+        # a worker runs its leases in the order of their numbers, so only its first `slots` leases have run
+        if sum(number < lease.number for number in worker.leases) < worker.slots:
             self._credit(worker, LeaseCredit.lose)
 
     # ---- granting ----------------------------------------------------------------------------------------------------
@@ -457,7 +434,7 @@ class LeaseTable:
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
             while heap and (
-                (task := self._tasks.get(heap[0][1])) is None
+                (task := self.tasks.get(heap[0][1])) is None
                 or not task.is_waiting
                 or (task.ask, task.order) != (ask, heap[0])
             ):
@@ -489,7 +466,7 @@ class LeaseTable:
         if not worker.leases:
             # the time in which the worker had no lease does not count towards the progress timeout
             worker.last_progress_s = at_s
-        self._leases[number] = lease
+        self.leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
         if worker.owner is not None:
@@ -512,7 +489,7 @@ class LeaseTable:
                 for _ in worker.leases:
                     self._credit(worker, LeaseCredit.lose)
                 yield from self._time_out(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
-        for lease in list(self._leases.values()):
+        for lease in list(self.leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.heartbeat_timeout_s
@@ -550,8 +527,8 @@ class LeaseTable:
         """Find the tasks that would finish sufficiently earlier with a backup lease on the worker `fastest`. Return
         (expected remaining seconds, task) for each of them."""
         found = []
-        for lease in self._leases.values():
-            task, age_s = self._tasks[lease.task], now_s - lease.granted_s
+        for lease in self.leases.values():
+            task, age_s = self.tasks[lease.task], now_s - lease.granted_s
             if len(task.leases) == 1 and not task.is_aborting and age_s >= self.rules.backup_lease_after_s:
                 here_s = (task.max_tokens - lease.length) * age_s / max(lease.length - lease.base, 1)
                 if self._pays_off(task, here_s, fastest):

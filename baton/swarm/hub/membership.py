@@ -26,7 +26,6 @@ from baton.swarm.hub.peers import Outgoing, Peer, RelayList
 from baton.swarm.hub.worker_access import Unwanted, WorkerAccess
 from baton.swarm.lease_broker import (
     BrokerCommand,
-    Disconnect,
     Key,
     LeaseBroker,
     ReportViolation,
@@ -35,6 +34,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
+from baton.swarm.lease_events import DisconnectWorker
 from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor, name_of
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
@@ -108,7 +108,7 @@ class Membership:
                 self.send(worker, message)
             case SendToController(message=message):
                 self.inbox.put(message)
-            case Disconnect(worker=worker, cause=cause):
+            case DisconnectWorker(worker=worker, cause=cause):
                 self._disconnect(worker, cause)
             case ReportViolation(worker=worker, sentence=sentence):
                 self.report_violated(worker, sentence)

@@ -33,7 +33,7 @@ def hub_status(hub: Hub, publication: BackgroundPublisher, progress: TrainingPro
         versions=tuple(sorted(members.versions)),
         step=progress.step,
         workers=tuple(_of_worker(peer, members) for peer in members.peers.values()),
-        tasks=table.num_tasks,
+        tasks=len(table.tasks),
         waiting=table.num_waiting,
         wasted_tokens=dict(table.wasted),
         staleness=progress.staleness,
