@@ -279,7 +279,6 @@ class Authenticator:
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
         """Reason why the token file is invalid, so that every request is refused; None if the file is valid."""
-        self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
 

@@ -26,7 +26,7 @@ def fetch_status(base: str, token: str, tls: SSLContext | None) -> HubStatus:
     except urllib.error.HTTPError as error:
         said = error.read(500).decode("utf-8", "replace")
         raise UserError(f"the hub at {base} answers {error.code}: {said} (baton token create --role admin)") from error
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
+    except OSError as error:
         raise UserError(f"no hub answers at {base}: {getattr(error, 'reason', error)}") from error
     except (HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(
