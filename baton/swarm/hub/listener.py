@@ -45,8 +45,6 @@ class HubListener:
 
     def __init__(self, listen: ListenAddress) -> None:
         self.listen = listen
-        self.turned_away = 0
-        """Number of connections closed because of a limit, or because they presented no valid token in time."""
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
         """File descriptor → connection. This module identifies every connection by its file descriptor."""
@@ -95,7 +93,6 @@ class HubListener:
         fd = _fd_of(request)
         refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
         if refusal is not None:
-            self.turned_away += 1
             raise web.HTTPServiceUnavailable(text=refusal)
 
     async def _accept_all(self, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
@@ -107,7 +104,7 @@ class HubListener:
                 # OSError: the caller has disconnected, or no file descriptor is left in spite of the reserve
                 except OSError as error:
                     if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
-                        self._turn_away(oldest)
+                        self._reset_connection(oldest)
                     await asyncio.sleep(FAILED_ACCEPT_PAUSE_S)
                     break
                 connection = _Connection(accepted, self._closed)
@@ -115,7 +112,7 @@ class HubListener:
                 self._connections[fd] = connection
                 evicted = self._admission.arrive(fd, str(address[0]), time.monotonic())
                 if evicted is not None:
-                    self._turn_away(evicted)
+                    self._reset_connection(evicted)
                 greeter = loop.create_task(self._greet(connection, tls))
                 self._greeters.add(greeter)
                 greeter.add_done_callback(self._greeters.discard)
@@ -135,10 +132,6 @@ class HubListener:
             if connection.fileno() >= 0:
                 self._transports[connection.fileno()] = transport
 
-    def _turn_away(self, fd: int) -> None:
-        self.turned_away += 1
-        self._reset_connection(fd)
-
     def _reset_connection(self, fd: int) -> None:
         if fd in self._transports:
             reset(self._transports[fd])
@@ -155,7 +148,7 @@ class HubListener:
         while True:
             await asyncio.sleep(SWEEP_S)
             for fd in self._admission.overdue(time.monotonic()):
-                self._turn_away(fd)
+                self._reset_connection(fd)
 
     @web.middleware
     async def _close_strangers(
