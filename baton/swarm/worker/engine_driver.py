@@ -141,24 +141,22 @@ class EngineDriver:
 
 
 class EngineThread:
-    """Runs a driver in a separate thread. Actions are submitted with `do` and run between two tokens."""
+    """Creates a driver and runs it in a separate thread. Actions are submitted with `do` and run between two tokens."""
 
     def __init__(
         self,
+        make_driver: Callable[[], EngineDriver],
         on_reports: Callable[[list[FromWorker], EngineStats], object],
         on_fault: Callable[[Exception], object],
         report_every_s: float,
     ) -> None:
-        """`on_reports` and `on_fault` are called in the engine's thread."""
-        self.driver: EngineDriver | None = None
-        """The driver; None until an action has created it. Only actions use it."""
-        self.report_every_s = report_every_s
-        self._on_reports, self._on_fault = on_reports, on_fault
-        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._drive, name="engine", daemon=True)
+        """All functions are called in the engine's thread."""
+        self._on_reports, self._on_fault, self._report_every_s = on_reports, on_fault, report_every_s
+        self._actions: SimpleQueue[Callable[[EngineDriver], object] | None] = SimpleQueue()
+        self._thread = Thread(target=self._drive, args=([make_driver],), name="engine", daemon=True)
         self._thread.start()
 
-    def do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[EngineDriver], object]) -> None:
         """Submit an action to the engine's thread, which runs all actions in the order of their submission."""
         self._actions.put(action)
 
@@ -167,20 +165,16 @@ class EngineThread:
         self._actions.put(None)
         self._thread.join(timeout_s)
 
-    def report(self, reports: list[FromWorker]) -> None:
-        """Pass reports to `on_reports`. Called by actions."""
-        if reports and self.driver is not None:
-            self._on_reports(reports, self.driver.stats)
-
-    def _drive(self) -> None:
+    def _drive(self, makers: list[Callable[[], EngineDriver]]) -> None:
+        driver = None
         try:
+            driver = makers.pop()()  # not kept, so that the model's files are freed
             flushed_s = time.monotonic()
-            while self._act():
-                driver = self.driver
-                if driver is None or not driver.is_busy:
+            while self._act(driver):
+                if not driver.is_busy:
                     continue
                 reports = driver.step()
-                if time.monotonic() - flushed_s >= self.report_every_s:
+                if time.monotonic() - flushed_s >= self._report_every_s:
                     reports += driver.flush()
                     flushed_s = time.monotonic()
                 if reports:
@@ -188,17 +182,16 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001  # any error must reach the network thread
             self._on_fault(error)
         finally:
-            if self.driver is not None:
-                self.driver.close()
+            if driver is not None:
+                driver.close()
 
-    def _act(self) -> bool:
+    def _act(self, driver: EngineDriver) -> bool:
         """Run the submitted actions. Wait for an action only if no lease is running. Return False after `close`."""
         while True:
-            is_idle = self.driver is None or not self.driver.is_busy
             try:
-                action = self._actions.get(block=is_idle)
+                action = self._actions.get(block=not driver.is_busy)
             except Empty:
                 return True
             if action is None:
                 return False
-            action()
+            action(driver)
