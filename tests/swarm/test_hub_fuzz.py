@@ -25,7 +25,7 @@ import baton.swarm.hub.session
 import baton.swarm.hub.worker_connection
 from baton.errors import Fault
 from baton.rollout.engine import EngineStats
-from baton.swarm.auth import Role
+from baton.swarm.auth import Role, digest_of
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
@@ -421,7 +421,8 @@ def test_two_connections_with_one_key_are_one_worker_and_the_old_one_ends(bench)
         while (await old.receive()).type is aiohttp.WSMsgType.BINARY:
             pass
         assert old.closed
-        assert [p.key for p in bench.hub.members.peers.values()].count(admitted.key) == 1
+        own = bench.access.keys.worker(digest_of(bench.stranger), admitted.key)
+        assert [p.worker for p in bench.hub.members.peers.values()].count(own) == 1
         assert bench.hub.port is not None
         await new.send_bytes(encode(Leaving()))
         while (await new.receive()).type is aiohttp.WSMsgType.BINARY:

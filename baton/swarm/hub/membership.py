@@ -186,7 +186,7 @@ class Membership:
             raise Unwanted(banned)
         peer = next((peer for peer in self.peers.values() if peer.worker == worker), None)
         if peer is None:
-            peer = self._add(Peer(self._next_worker, grant, hello, address, outgoing, worker, key))
+            peer = self._add(Peer(self._next_worker, grant, hello, address, outgoing, worker))
         else:
             if peer.outgoing is not None:
                 peer.outgoing.close()  # the old connection has ended, but the hub has not detected the end yet
