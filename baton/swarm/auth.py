@@ -43,7 +43,6 @@ Clock = Callable[[], float]
 """Function that returns the time in Unix seconds, UTC."""
 
 MAX_FILE_BYTES = 1 << 20
-_MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
@@ -51,7 +50,7 @@ _FORGOTTEN_AFTER_S = 30 * 86_400
 then refuses these tokens as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
-_BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
+_BEARER = re.compile(rf"(?i:bearer) {{1,100}}({_TOKEN.pattern})")
 _UnixTime = Annotated[int, msgspec.Meta(ge=0, lt=253_402_300_800)]
 """Unix seconds up to the year 9999, which is the last year that datetime supports."""
 _DURATION = re.compile(r"([0-9]{1,9})([smhd])")
@@ -292,10 +291,8 @@ class Authenticator:
         """
         if header is None:
             raise Denied(401, "no token")
-        if len(header) > _MAX_HEADER_CHARACTERS:
-            raise Denied(401, "malformed token")
         bearer = _BEARER.fullmatch(header)
-        if bearer is None or not _TOKEN.fullmatch(bearer[1]):
+        if bearer is None:
             raise Denied(401, "malformed token")
         return self._admit(digest_of(bearer[1]), wanted)
 
