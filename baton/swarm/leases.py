@@ -126,8 +126,6 @@ class LeaseTable:
 
     def __init__(self, rules: LeaseRules) -> None:
         self.rules = rules
-        self.num_waiting = 0
-        """Number of tasks without a lease."""
         self.wasted: Counter[str] = Counter()
         """Cause → number of discarded tokens."""
         self.tasks: dict[int, TrackedTask] = {}
@@ -234,7 +232,6 @@ class LeaseTable:
             return
         task.is_aborting = True
         if task.is_waiting:
-            self.num_waiting -= 1
             yield from self._return_task(task)
         for lease in task.leases:
             lease.recalled_s = event.at_s
@@ -245,7 +242,6 @@ class LeaseTable:
         task = self.tasks.pop(event.task, None)
         if task is None:
             return
-        self.num_waiting -= task.is_waiting
         for lease in task.leases:
             yield ev.DropLease(lease.worker, lease.number)
             self._remove_lease(lease)
@@ -409,7 +405,6 @@ class LeaseTable:
         self._may_grant = True
 
     def _queue(self, task: TrackedTask) -> None:
-        self.num_waiting += 1
         self._may_grant = True
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.order)
 
@@ -425,7 +420,6 @@ class LeaseTable:
                 unavailable.add(task.ask)
             else:
                 heapq.heappop(self._waiting[task.ask])
-                self.num_waiting -= 1
                 yield from self._grant(task, worker, at_s)
 
     def _first_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:

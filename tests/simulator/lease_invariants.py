@@ -259,7 +259,8 @@ class LeaseInvariants:
     def settled(self, event: TimedEvent) -> None:
         must, table, rules = self._must, self.table, self._rules
         waiting = [*self._waiting()]
-        must((len(table.tasks), table.num_waiting) == (len(self._tasks), len(waiting)), "tasks in the table")
+        num_waiting = sum(task.is_waiting for task in table.tasks.values())
+        must((len(table.tasks), num_waiting) == (len(self._tasks), len(waiting)), "tasks in the table")
         must(table.workers.keys() == self._workers.keys(), "workers in the table")
         must(table.wasted == self._wasted, lambda: f"discarded: {table.wasted}, own {self._wasted}", "conservation")
         for known in table.tasks.values():

@@ -293,7 +293,7 @@ def test_leases_beyond_the_slots_are_given_last_and_the_oldest_first():
     said = [want(table, task) for task in range(12)]
     assert [c[0].worker for c in said[8:10]] == [0, 1]
     assert said[10] == said[11] == []
-    assert table.num_waiting == 2
+    assert sum(task.is_waiting for task in table.tasks.values()) == 2
     lease = said[0][0].lease
     assert table.handle(LeaseFinished(1.0, lease)) == [FinishTask(0, lease), GrantLease(said[0][0].worker, 10, 10, 0)]
 

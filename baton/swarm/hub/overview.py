@@ -34,7 +34,7 @@ def hub_status(hub: Hub, publication: BackgroundPublisher, progress: TrainingPro
         step=progress.step,
         workers=tuple(_of_worker(peer, members) for peer in members.peers.values()),
         tasks=len(table.tasks),
-        waiting=table.num_waiting,
+        waiting=sum(task.is_waiting for task in table.tasks.values()),
         wasted_tokens=dict(table.wasted),
         staleness=progress.staleness,
         publication=_known(published),
