@@ -225,15 +225,16 @@ class SwarmWorker:
 
     async def _leave_hub(self, connection: HubConnection) -> None:
         """Report all tokens, discard all leases, and send everything queued."""
-        if self._engine is not None and self.session.is_ready:
+        if self._engine is None or not self.session.is_ready:
+            return  # the hub accepts no Leaving before Hello
 
-            def report_and_drop(driver: EngineDriver) -> None:
-                self._pass_reports(driver.flush(), driver.stats)
-                driver.drop_all()
+        def report_and_drop(driver: EngineDriver) -> None:
+            self._pass_reports(driver.flush(), driver.stats)
+            driver.drop_all()
 
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GOODBYE_S):
-                    await self._done_by(self._engine, report_and_drop)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._done_by(self._engine, report_and_drop)
         connection.send(messages.Leaving())
         await connection.drain()
 
