@@ -172,19 +172,10 @@ class LeaseBroker:
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
-    def join(
-        self,
-        worker: int,
-        slots: int,
-        weight: float = 1.0,
-        kind: str | None = "",
-        owner: str | None = None,
-        name: str = "",
-    ) -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: the worker's name in the trace. Other arguments: as in
-        `WorkerJoined`."""
-        self._names[worker], self._served[worker] = name, (None, self.clock())
-        return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
+    def join(self, event: ev.WorkerJoined, name: str = "") -> list[BrokerCommand]:
+        """Handle a worker that is ready. name: the worker's name in the trace."""
+        self._names[event.worker], self._served[event.worker] = name, (None, event.at_s)
+        return self.handle(event)
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
         """Change the expected speed of a worker to the value in a new plan."""

@@ -113,8 +113,8 @@ class SwarmTransport(WorkerTransport):
         )
 
     def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
-        """As in `WorkerTransport`. A token that an earlier process received has no known author, and counts as a token
-        of an untrusted worker: if trusted workers are wrong, their later tokens end the run."""
+        """As in `WorkerTransport`. The author of a token that an earlier process received is unknown and counts as
+        untrusted. If trusted workers generate wrong tokens, their later tokens end the run."""
         paths = [(path, t) for group in groups for member in group.members for path, t in enumerate(member.paths)]
         seeds = path_seeds(self._members.verifier.noise_seed, 1 + max(path for path, _ in paths))
         keys = {(t.name, path): (seeds[path], t.group_id, t.sample_index) for path, t in paths}

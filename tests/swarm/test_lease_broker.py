@@ -126,7 +126,7 @@ class Counter:
         self.sent.append((worker, message))
 
     def worker(self, number: int, *, slots: int = 4, version: int = 0, kind: str | None = "") -> None:
-        self.broker.join(number, slots, kind=kind)
+        self.broker.join(ev.WorkerJoined(self.now_s, number, slots, kind=kind))
         self.broker.heartbeat(number, version, 0)
 
     def want(
@@ -612,7 +612,7 @@ def end_unasked(counter: Counter, worker: int, lease: int, how: str) -> None:
 def test_who_returns_each_lease_gets_soon_one_in_40_s_and_the_hub_says_so(how, comes_again):
     """Without a bound, it gets a lease at each of its 6,000 messages, and the trajectory is never made."""
     counter, liar = Counter(restarts=True), 0
-    counter.broker.join(0, 4096, owner="liar")
+    counter.broker.join(ev.WorkerJoined(counter.now_s, 0, 4096, owner="liar"))
     counter.want(7)
     given = 0
     for moment in range(6000):
@@ -620,7 +620,7 @@ def test_who_returns_each_lease_gets_soon_one_in_40_s_and_the_hub_says_so(how, c
         if comes_again and moment % 100 == 99:
             counter.broker.leave(liar, "left")
             liar += 1
-            counter.broker.join(liar, 4096, owner="liar")
+            counter.broker.join(ev.WorkerJoined(counter.now_s, liar, 4096, owner="liar"))
         counter.broker.heartbeat(liar, 0, moment)
         fresh = counter.leases(liar)
         if fresh and fresh[-1].lease_id in counter.desk.table.leases:
@@ -640,7 +640,7 @@ def test_who_returns_each_lease_gets_soon_one_in_40_s_and_the_hub_says_so(how, c
 def test_an_honest_worker_may_return_all_its_leases_at_once(how):
     """Because of a new version, of a broken connection, or of SIGTERM (its last reports arrive before `Leaving`)."""
     counter = Counter()
-    counter.broker.join(0, 64, owner="friend")
+    counter.broker.join(ev.WorkerJoined(counter.now_s, 0, 64, owner="friend"))
     counter.broker.heartbeat(0, 0, 0)
     for task in range(300):
         counter.want(task)
@@ -655,7 +655,7 @@ def test_an_honest_worker_may_return_all_its_leases_at_once(how):
         counter.broker.leave(0, "left")
     for lease in held:
         end_unasked(counter, 0, lease, how)
-    counter.broker.join(1, 64, owner="friend")
+    counter.broker.join(ev.WorkerJoined(counter.now_s, 1, 64, owner="friend"))
     counter.broker.heartbeat(1, 0, 0)
     assert counter.desk.limit_of(0) == counter.desk.limit_of(1) == ""
     assert counter.desk.num_leases(1) >= FIRST_LEASES

@@ -34,7 +34,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
-from baton.swarm.lease_events import DisconnectWorker
+from baton.swarm.lease_events import DisconnectWorker, WorkerJoined
 from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor, name_of
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
@@ -124,7 +124,6 @@ class Membership:
         self.execute(self.broker.release(key))
 
     def remake(self, key: Key) -> None:
-        """Revoke a trajectory that is held back for verification, so that it is generated again."""
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
@@ -138,8 +137,9 @@ class Membership:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
-        """Quarantine the authors of `tokens` (trajectory, position after the prompt), and return those of `keys` with
-        tokens of quarantined or unknown authors; but if a trusted worker is an author, do and return nothing."""
+        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt). Return the trajectories
+        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and return
+        an empty set."""
         spans = {key: self.broker.authors(key) for key in keys}
         found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
         known = [(key, self.authors[number]) for key, number in found if number is not None]
@@ -205,7 +205,8 @@ class Membership:
         self.authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
         weight = self._weight(grant.name) if grant.is_own else 1.0
         owner = None if grant.is_own else grant.digest
-        self.execute(self.broker.join(number, hello.slots, weight, hello.worker_class.noise, owner, name=peer.name))
+        joined = WorkerJoined(self.broker.clock(), number, hello.slots, weight, hello.worker_class.noise, owner)
+        self.execute(self.broker.join(joined, peer.name))
         self.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {peer.address}")
         return peer
 
@@ -258,7 +259,6 @@ class Membership:
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
     def announce_end(self) -> None:
-        """Tell all workers that the run is complete."""
         for peer in list(self.peers.values()):
             self.send(peer.number, messages.RunOver())
 

@@ -84,7 +84,6 @@ class Outbox:
         self._unconfirmed.clear()
 
     def again(self) -> list[Report]:
-        """Return the unconfirmed reports, which are sent again after a reconnection."""
         return [report for reports in self._unconfirmed.values() for report in reports]
 
 
