@@ -354,15 +354,11 @@ class LeaseBroker:
 
     def _grant(self, grant: ev.GrantLease) -> BrokerCommand:
         task = self._tasks[grant.task]
-        wanted = task.lease
-        known = task.trajectory
-        trajectory = known
-        if grant.base < known.num_tokens:  # a restart generates the tokens after `base` again
-            prefix = known.segments_between(0, grant.base)
-            trajectory = Trajectory(known.group_id, known.sample_index, known.prompt_ids, prefix)
-        assert trajectory.num_tokens == grant.base, (
-            f"lease {grant.lease} begins at {grant.base}, not at its trajectory's end"
-        )
+        wanted, trajectory = task.lease, task.trajectory
+        if grant.base < trajectory.num_tokens:  # a restart generates the tokens after `base` again
+            prefix = trajectory.segments_between(0, grant.base)
+            trajectory = Trajectory(trajectory.group_id, trajectory.sample_index, trajectory.prompt_ids, prefix)
+        assert trajectory.num_tokens == grant.base, f"lease {grant.lease} begins after its trajectory's end"
         newest = trajectory.segments[-1].policy_version if trajectory.segments else wanted.version
         version = wanted.version if wanted.is_exact else max(wanted.version, newest)
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)

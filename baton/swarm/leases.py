@@ -292,9 +292,8 @@ class LeaseTable:
         worker, task = self.workers[lease.worker], self.tasks[lease.task]
         if not task.is_aborting:
             self._credit(worker, lambda credit: credit.give_back(lease.length - lease.base))
-        # The worker refused the lease. Without a version, it is not immediately granted the same task again.
-        if not task.is_aborting and worker.serves(*task.ask):
-            worker.version = None
+            if worker.serves(*task.ask):  # without a version, the worker is not immediately granted the same task again
+                worker.version = None
         yield from self._end_lease(lease)
 
     def _end_lease(self, lease: TrackedLease) -> Iterator[ev.Command]:

@@ -138,8 +138,8 @@ class Membership:
 
     def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
         """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt). Return the trajectories
-        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and return
-        an empty set."""
+        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and
+        return an empty set."""
         spans = {key: self.broker.authors(key) for key in keys}
         found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
         known = [(key, self.authors[number]) for key, number in found if number is not None]

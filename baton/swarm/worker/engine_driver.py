@@ -89,14 +89,11 @@ class EngineDriver:
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:
         """Switch to another version, and return the reports of tokens of the old version."""
         carried: list[int] = []
-        reports: list[FromWorker] = []
         if self._resumes:
-            kept = self._leases.keys() - self._aborting
-            carried = [number for number in self._leases if number in kept and not self._leases[number].is_exact]
-            for number in carried:
-                self._engine.abort(number)
-            if carried:
-                reports = self._release_leases(set(carried))
+            carried = [n for n, lease in self._leases.items() if n not in self._aborting and not lease.is_exact]
+        for number in carried:
+            self._engine.abort(number)
+        reports = self._taken(self._engine.step(), frozenset(carried)) if carried else []
         self._engine.load_weights(tensors, version)
         for number in carried:
             if number in self._leases:
@@ -111,25 +108,18 @@ class EngineDriver:
             lease = msgspec.structs.replace(lease, version=lease.version if lease.is_exact else number, is_exact=True)
         self._engine.submit(lease)
 
-    def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Return the reports of aborted leases. carried: leases that this worker will resume. Their reports do not say
-        that the lease is aborted."""
-        reports: list[FromWorker] = []
-        for said in self._engine.step():
-            if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:
-                said = msgspec.structs.replace(said, is_aborted=False)
-                if not said.segments:
-                    continue
-            reports.append(said)
-        return self._taken(reports)
-
-    def _taken(self, messages: list[FromWorker]) -> list[FromWorker]:
-        """Add reported tokens to the leases, and omit messages about discarded leases."""
+    def _taken(self, messages: list[FromWorker], carried: frozenset[int] = frozenset()) -> list[FromWorker]:
+        """Add reported tokens to the leases, and omit messages about discarded leases. carried: aborted leases that
+        this worker will resume, so their reports must not say that the lease is aborted."""
         found = []
         for message in messages:
             lease = self._leases.get(message.lease_id)
             if lease is None:
                 continue
+            if isinstance(message, Report) and message.is_aborted and message.lease_id in carried:
+                message = msgspec.structs.replace(message, is_aborted=False)
+                if not message.segments:
+                    continue
             found.append(message)
             if ends_lease(message):
                 del self._leases[message.lease_id]

@@ -173,12 +173,9 @@ class SwarmWorker:
         async with socket:
             connection = HubConnection(socket)
             commands = await self._receive(connection)
-            tasks: list[asyncio.Task[Any]] = [
-                asyncio.create_task(connection.send_all()),
-                asyncio.create_task(self._beat(connection)),
-            ]
             self._connection = connection
-            tasks.append(asyncio.create_task(self._listen(connection, commands)))
+            loops = (connection.send_all(), self._beat(connection), self._listen(connection, commands))
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each) for each in loops]
             leaving: asyncio.Task[Any] = asyncio.create_task(self._is_leaving.wait())
             try:
                 await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
