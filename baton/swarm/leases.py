@@ -42,22 +42,18 @@ Ask = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """Options and time limits of the lease table. Time limits are in seconds."""
+    """Options and time limits of the lease table. Time limits are in seconds. `heartbeat_timeout_s`,
+    `progress_timeout_s` and `backup_lease_factor` have the meaning of the keys of the recipe's section [swarm]."""
 
     restarts: bool = False
     """True (mode `sync`): after a lost lease, the task's next lease starts at the current turn (in a single-turn task,
     at the prompt). False: the next lease starts after the last reported token."""
     heartbeat_timeout_s: float = 30.0
-    """A worker that sends no message for this number of seconds is considered dead."""
     progress_timeout_s: float = 60.0
-    """A worker with leases is considered stuck if its engine's token counter has not changed for this number of
-    seconds."""
     starve_s: float = 600.0
     """If an active worker reports no new token of a lease for this number of seconds, the lease ends, and its task is
     granted again."""
     backup_lease_factor: float = 2.0
-    """Start a backup lease if the ratio of a lease's expected remaining time to the time that a free worker would need
-    exceeds this number. 0 disables backup leases."""
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""
     prefetch: float = 0.25

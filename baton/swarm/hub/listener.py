@@ -48,8 +48,6 @@ class HubListener:
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
         """File descriptor → connection. This module identifies every connection by its file descriptor."""
-        self._transports: dict[int, asyncio.Transport] = {}
-        """File descriptor → transport, for connections that have finished the TLS handshake."""
         self._controller: web.AppRunner | None = None
         self._listening: list[socket.socket] = []
         self._acceptors: list[asyncio.Task[None]] = []
@@ -122,26 +120,24 @@ class HubListener:
         assert self._controller is not None, "the listener is closed"
         assert self._controller.server is not None, "the listener is closed"
         with suppress(OSError):  # the handshake failed or timed out; asyncio has closed the connection
-            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+            connection.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 self._controller.server,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=AUTHENTICATE_S if tls else None,
                 ssl_shutdown_timeout=TLS_GOODBYE_S if tls else None,
             )
-            if connection.fileno() >= 0:
-                self._transports[connection.fileno()] = transport
 
     def _reset_connection(self, fd: int) -> None:
-        if fd in self._transports:
-            reset(self._transports[fd])
-        elif fd in self._connections:
+        connection = self._connections.get(fd)
+        if connection is not None and connection.transport is not None:
+            reset(connection.transport)
+        elif connection is not None:
             with suppress(OSError):  # the peer has disconnected
-                self._connections[fd].shutdown(socket.SHUT_RDWR)  # the handshake fails, which closes the connection
+                connection.shutdown(socket.SHUT_RDWR)  # the handshake fails, which closes the connection
 
     def _closed(self, fd: int) -> None:
         self._admission.leave(fd)
-        self._transports.pop(fd, None)
         self._connections.pop(fd, None)
 
     async def _sweep(self) -> None:
@@ -176,6 +172,8 @@ class _Connection(socket.socket):
     def __init__(self, accepted: socket.socket, on_close: Callable[[int], None]) -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         self.setblocking(False)
+        self.transport: asyncio.Transport | None = None
+        """The connection's transport; None before the end of the TLS handshake."""
         self._on_close = on_close
 
     def close(self) -> None:
