@@ -177,10 +177,6 @@ class LeaseBroker:
         self._names[event.worker], self._served[event.worker] = name, (None, event.at_s)
         return self.handle(event)
 
-    def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
-        """Change the expected speed of a worker to the value in a new plan."""
-        return self.handle(ev.WorkerWeightChanged(self.clock(), worker, weight))
-
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         """Record a message of a worker. version: number of the version that the worker serves; None if this version is
         not of the run's lineage, or the worker is not connected."""
@@ -278,10 +274,6 @@ class LeaseBroker:
             *self.handle(ev.WorkerSeen(self.clock(), worker, retry.has_version, known.decoded_tokens)),
             *self.handle(ev.LeaseReturned(self.clock(), retry.lease_id)),
         ]
-
-    def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
-        """Apply the time limits. delay_s: delay of this tick of the hub in seconds."""
-        return self.handle(ev.LeaseTick(self.clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
         """Revoke all trajectories with tokens or leases of these workers; the trajectories are generated again."""

@@ -341,7 +341,7 @@ def relieved(kinds: tuple[str | None, str | None]) -> tuple[Counter, int, int]:
     counter.now_s = 4.0
     counter.broker.report(0, said(slow, 0, 5))
     counter.broker.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
-    counter.broker.tick()
+    counter.broker.handle(ev.LeaseTick(counter.now_s))
     (_, backup) = counter.leases(1)
     assert backup.trajectory.group_id == 7
     assert backup.trajectory.num_tokens == 0
@@ -564,7 +564,7 @@ def test_a_later_turn_that_a_backup_of_another_class_finishes_first_is_generated
     counter.now_s = 4.0
     counter.broker.report(0, said(counter.leases(0)[0].lease_id, 5, 7))
     counter.broker.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
-    counter.broker.tick()
+    counter.broker.handle(ev.LeaseTick(counter.now_s))
     (_, backup) = counter.leases(1)
     assert backup.trajectory.segments == TURNS
     counter.broker.report(1, said(backup.lease_id, 5, 9, FinishReason.STOP, salt=3))
@@ -626,11 +626,11 @@ def test_who_returns_each_lease_gets_soon_one_in_40_s_and_the_hub_says_so(how, c
         if fresh and fresh[-1].lease_id in counter.desk.table.leases:
             given += 1
             end_unasked(counter, liar, fresh[-1].lease_id, how)
-        counter.broker.tick()
+        counter.broker.handle(ev.LeaseTick(counter.now_s))
     assert given <= FREE_RETURNS + 2 + 120 / 40, "32 are free, three go down to none, and one in 40 s"
     assert "more leases" in counter.desk.limit_of(liar)
     counter.worker(liar + 1)
-    counter.broker.tick()
+    counter.broker.handle(ev.LeaseTick(counter.now_s))
     (lease,) = counter.leases(liar + 1)
     counter.broker.report(liar + 1, said(lease.lease_id, 0, MAX, FinishReason.STOP))
     assert counter.grown(7).num_tokens == MAX, "an honest worker makes it"
@@ -685,7 +685,7 @@ def test_a_straggler_is_relieved_and_only_one_branch_counts():
     counter.now_s = 4.0
     counter.broker.report(0, said(slow, 0, 1))
     counter.broker.report(1, said(fast, 0, 30, FinishReason.STOP))
-    counter.broker.tick()
+    counter.broker.handle(ev.LeaseTick(counter.now_s))
     backup = counter.leases(1)[-1]
     assert backup.trajectory.group_id == 1
     assert backup.trajectory.num_tokens == 1

@@ -34,7 +34,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
-from baton.swarm.lease_events import DisconnectWorker, WorkerJoined
+from baton.swarm.lease_events import DisconnectWorker, LeaseTick, WorkerJoined, WorkerWeightChanged
 from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor, name_of
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
@@ -250,7 +250,7 @@ class Membership:
     def weigh_own(self, name: str, weight: float) -> None:
         """Change the weight of the run's own workers that use the access token `name`."""
         for worker in self._own_workers(name):
-            self.execute(self.broker.weigh(worker, weight))
+            self.execute(self.broker.handle(WorkerWeightChanged(self.broker.clock(), worker, weight)))
 
     def _own_workers(self, name: str) -> list[int]:
         """Return the numbers of the run's own workers that use the access token `name`. Workers that the run did not
@@ -276,7 +276,7 @@ class Membership:
             self._switched_s = None
         # a caller may join and leave any number of times, so workers that reported no token are forgotten
         self.authors = {n: a for n, a in self.authors.items() if n in self.peers or self.broker.is_author(n)}
-        self.execute(self.broker.tick(delay_s))
+        self.execute(self.broker.handle(LeaseTick(self.broker.clock(), delay_s)))
         self.verifier.tick(delay_s)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
