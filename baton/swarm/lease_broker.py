@@ -1,7 +1,7 @@
 """Stores the tokens that the lease table only counts: the prompt and the tokens of each task, and the tokens of each
 lease. A task is a trajectory that the controller has requested; a lease is one worker's attempt at a task.
 
-    controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
+    controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, …──▶ hub
     worker ──report, refuse───▶ │ LeaseBroker │ ◀─events / commands─▶ LeaseTable
                                 └─────────────┘
 
@@ -69,14 +69,6 @@ class SendToController:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnect:
-    """Close a worker's connection. The worker may join again as a new worker."""
-
-    worker: int
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReportViolation:
     """Tell the hub that a worker has sent a report that a correct worker cannot send."""
 
@@ -95,7 +87,7 @@ class VerifyTrajectory:
     """The workers that generated the tokens of the last turn; the tokens of earlier turns are already verified."""
 
 
-BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
+BrokerCommand = SendToWorker | SendToController | ev.DisconnectWorker | ReportViolation | VerifyTrajectory
 
 
 @dataclass(slots=True)
@@ -146,8 +138,6 @@ class LeaseBroker:
         """Time at which a worker last received a lease while no worker held a lease."""
         self.newest_version = -1
         """Number of the newest version that workers may serve; -1 before the first version."""
-        self.refused = 0
-        """Number of messages that were ignored because they were late, repeated, or about another worker's lease."""
 
     # ---- from the controller -----------------------------------------------------------------------------------------
 
@@ -182,23 +172,10 @@ class LeaseBroker:
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
-    def join(
-        self,
-        worker: int,
-        slots: int,
-        weight: float = 1.0,
-        kind: str | None = "",
-        owner: str | None = None,
-        name: str = "",
-    ) -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: the worker's name in the trace. Other arguments: as in
-        `WorkerJoined`."""
-        self._names[worker], self._served[worker] = name, (None, self.clock())
-        return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
-
-    def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
-        """Change the expected speed of a worker to the value in a new plan."""
-        return self.handle(ev.WorkerWeightChanged(self.clock(), worker, weight))
+    def join(self, event: ev.WorkerJoined, name: str = "") -> list[BrokerCommand]:
+        """Handle a worker that is ready. name: the worker's name in the trace."""
+        self._names[event.worker], self._served[event.worker] = name, (None, event.at_s)
+        return self.handle(event)
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         """Record a message of a worker. version: number of the version that the worker serves; None if this version is
@@ -249,36 +226,31 @@ class LeaseBroker:
             found += self.handle(ev.LeaseReturned(self.clock(), lease))
         found += [SendToWorker(worker, Dropped(lease)) for lease in sorted(claimed - known)]
         # the worker may not have received the first recall
-        recalled = filter(self.table.is_recalled, sorted(claimed & known))
+        recalled = [lease for lease in sorted(claimed & known) if self.table.leases[lease].recalled_s is not None]
         return [*found, *(SendToWorker(worker, Abort(lease)) for lease in recalled)]
 
     def report(self, worker: int, report: Report) -> list[BrokerCommand]:
         """Handle a report of new tokens of a lease, or of the end of a lease."""
         number = report.lease_id
-        progress = self._progress.get(number)
-        if progress is None or progress.worker != worker or not self.table.knows(number):
-            self.refused += 1
+        progress = self._valid_progress(worker, number)
+        if progress is None:
             return [SendToWorker(worker, Dropped(number))]
         if report.token_offset != progress.trajectory.num_tokens:
             # the report is repeated, or an earlier report is lost; the worker continues after the acknowledged length
-            self.refused += 1
             return [self._acknowledge(worker, number, progress)]
         complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
         if complaint is not None:
             return [ReportViolation(worker, complaint)]
         self._trace.on_report(report)
         self._refusals.pop(worker, None)
-        before, progress.trajectory = (
-            progress.trajectory,
-            progress.trajectory.extended(report.segments, report.finish_reason),
-        )
-        if self.table.is_comparable(number) and not self._agrees(progress, before.num_tokens):
+        before = progress.trajectory.num_tokens
+        progress.trajectory = progress.trajectory.extended(report.segments, report.finish_reason)
+        if self.table.is_comparable(number) and not self._agrees(progress, before):
             # Workers of one kind generated different tokens from the same noise, so at least one worker is at
             # fault. Later checks show which worker.
             return self._revoke_task(progress.task, "contradicted")
         found: list[BrokerCommand] = []
-        grown = progress.trajectory.num_tokens - before.num_tokens
-        if grown:
+        if grown := progress.trajectory.num_tokens - before:
             self._authors.add(worker)
             version = progress.trajectory.segments[-1].policy_version
             found += self.handle(ev.LeaseProgressed(self.clock(), number, grown, version))
@@ -290,24 +262,18 @@ class LeaseBroker:
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
         """Handle a refused lease: the worker does not serve the version that the lease requires."""
-        progress = self._progress.get(retry.lease_id)
-        if progress is None or progress.worker != worker or not self.table.knows(retry.lease_id):
-            self.refused += 1
+        if self._valid_progress(worker, retry.lease_id) is None:
             return []
         self._trace.on_report(retry)
         self._refusals[worker] += 1
         if self._refusals[worker] > MAX_REFUSALS:
             cause = f"refused {MAX_REFUSALS} leases in a row (last: it has version {retry.has_version})"
-            return [Disconnect(worker, cause), *self.leave(worker, cause)]
+            return [ev.DisconnectWorker(worker, cause), *self.leave(worker, cause)]
         known = self.table.workers[worker]
         return [
             *self.handle(ev.WorkerSeen(self.clock(), worker, retry.has_version, known.decoded_tokens)),
             *self.handle(ev.LeaseReturned(self.clock(), retry.lease_id)),
         ]
-
-    def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
-        """Apply the time limits. delay_s: delay of this tick of the hub in seconds."""
-        return self.handle(ev.LeaseTick(self.clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
         """Revoke all trajectories with tokens or leases of these workers; the trajectories are generated again."""
@@ -344,9 +310,9 @@ class LeaseBroker:
 
     def handle(self, event: ev.Event) -> list[BrokerCommand]:
         """Pass an event to the lease table and apply its commands. Return the resulting commands for the hub."""
-        was_idle = not self.table.num_leases
+        was_idle = not self.table.leases
         commands = self.table.handle(event)
-        if was_idle and self.table.num_leases:
+        if was_idle and self.table.leases:
             self._busy_since_s = self.clock()
         return [found for command in commands if (found := self.apply(command)) is not None]
 
@@ -374,21 +340,17 @@ class LeaseBroker:
                 return SendToController(Report(task, length, (), is_aborted=True))
             case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 return SendToController(WorkLost(cause, num_tokens))
-            case ev.DisconnectWorker(worker=worker, cause=cause):
+            case ev.DisconnectWorker(worker=worker):
                 self._forget_worker(worker)
-                return Disconnect(worker, cause)
+                return command
 
     def _grant(self, grant: ev.GrantLease) -> BrokerCommand:
         task = self._tasks[grant.task]
-        wanted = task.lease
-        known = task.trajectory
-        trajectory = known
-        if grant.base < known.num_tokens:  # a restart generates the tokens after `base` again
-            prefix = known.segments_between(0, grant.base)
-            trajectory = Trajectory(known.group_id, known.sample_index, known.prompt_ids, prefix)
-        assert trajectory.num_tokens == grant.base, (
-            f"lease {grant.lease} begins at {grant.base}, not at its trajectory's end"
-        )
+        wanted, trajectory = task.lease, task.trajectory
+        if grant.base < trajectory.num_tokens:  # a restart generates the tokens after `base` again
+            prefix = trajectory.segments_between(0, grant.base)
+            trajectory = Trajectory(trajectory.group_id, trajectory.sample_index, trajectory.prompt_ids, prefix)
+        assert trajectory.num_tokens == grant.base, f"lease {grant.lease} begins after its trajectory's end"
         newest = trajectory.segments[-1].policy_version if trajectory.segments else wanted.version
         version = wanted.version if wanted.is_exact else max(wanted.version, newest)
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
@@ -445,8 +407,13 @@ class LeaseBroker:
             self._trace.left(name)
 
     def _acknowledge(self, worker: int, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        has_ended = not self.table.knows(number)
+        has_ended = number not in self.table.leases
         return SendToWorker(worker, Ack(number, progress.trajectory.num_tokens, has_ended))
+
+    def _valid_progress(self, worker: int, lease: int) -> _LeaseProgress | None:
+        """Return the progress of a lease; None if the worker does not hold this lease or the lease has ended."""
+        progress = self._progress.get(lease)
+        return progress if progress is not None and progress.worker == worker and lease in self.table.leases else None
 
     # ---- tokens that are generated twice -----------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ class DiscardTokens(msgspec.Struct, frozen=True, tag="Waste", gc=False):
 
 
 class DisconnectWorker(msgspec.Struct, frozen=True, tag="Expel", gc=False):
-    """Close the connection of a worker that is considered dead or stuck. The worker may join again."""
+    """Close the connection of a worker, for example because it is considered dead. The worker may join again."""
 
     worker: int
     cause: str

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.swarm import lease_events as ev
@@ -42,22 +42,18 @@ Ask = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """Options and time limits of the lease table. Time limits are in seconds."""
+    """Options and time limits of the lease table. Time limits are in seconds. `heartbeat_timeout_s`,
+    `progress_timeout_s` and `backup_lease_factor` have the meaning of the keys of the recipe's section [swarm]."""
 
     restarts: bool = False
     """True (mode `sync`): after a lost lease, the task's next lease starts at the current turn (in a single-turn task,
     at the prompt). False: the next lease starts after the last reported token."""
     heartbeat_timeout_s: float = 30.0
-    """A worker that sends no message for this number of seconds is considered dead."""
     progress_timeout_s: float = 60.0
-    """A worker with leases is considered stuck if its engine's token counter has not changed for this number of
-    seconds."""
     starve_s: float = 600.0
     """If an active worker reports no new token of a lease for this number of seconds, the lease ends, and its task is
     granted again."""
     backup_lease_factor: float = 2.0
-    """Start a backup lease if the ratio of a lease's expected remaining time to the time that a free worker would need
-    exceeds this number. 0 disables backup leases."""
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""
     prefetch: float = 0.25
@@ -110,14 +106,6 @@ class TrackedTask:
     """Leases that were returned while another lease of the task was still valid."""
     is_aborting: bool = False
 
-    def commit(self, lease: TrackedLease) -> None:
-        """Commit the tokens of a lease. Versions never decrease along a trajectory, so the worker of a later lease must
-        serve at least the version of the last token."""
-        self.committed, self.origin = lease.length, lease.origin
-        version, is_exact = self.ask
-        if not is_exact:
-            self.ask = max(version, lease.version), False
-
     @property
     def is_waiting(self) -> bool:
         return not self.leases
@@ -134,12 +122,12 @@ class LeaseTable:
 
     def __init__(self, rules: LeaseRules) -> None:
         self.rules = rules
-        self.num_waiting = 0
-        """Number of tasks without a lease."""
         self.wasted: Counter[str] = Counter()
         """Cause → number of discarded tokens."""
-        self._tasks: dict[int, TrackedTask] = {}
-        self._leases: dict[int, TrackedLease] = {}
+        self.tasks: dict[int, TrackedTask] = {}
+        """Number → task that is neither finished nor aborted."""
+        self.leases: dict[int, TrackedLease] = {}
+        """Number → valid lease."""
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
         self._index = WorkerIndex(rules.prefetch)
@@ -182,28 +170,9 @@ class LeaseTable:
     def workers(self) -> dict[int, Worker]:
         return self._index.workers
 
-    @property
-    def num_tasks(self) -> int:
-        """Number of tasks that are neither finished nor aborted."""
-        return len(self._tasks)
-
-    def tasks(self) -> Iterable[TrackedTask]:
-        """Return the tasks that are neither finished nor aborted."""
-        return self._tasks.values()
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._leases)
-
-    def knows(self, lease: int) -> bool:
-        return lease in self._leases
-
-    def is_recalled(self, lease: int) -> bool:
-        return self._leases[lease].recalled_s is not None
-
     def is_comparable(self, lease: int) -> bool:
         """Return whether the tokens of a correct worker under this lease must equal the task's committed tokens."""
-        return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
+        return self._is_consistent(self.tasks[self.leases[lease].task], self.leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -232,34 +201,33 @@ class LeaseTable:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
-        for lease in [self._leases[number] for number in worker.leases]:
+        for lease in [self.leases[number] for number in worker.leases]:
             if lease.length == lease.base:
                 self._credit(worker, LeaseCredit.lose)
         yield from self._remove(worker)
 
     def _remove(self, worker: Worker) -> Iterator[ev.Command]:
-        self._index.remove(worker.number)
+        self._index.remove(worker)
         if worker.owner is not None:
             worker.owner.credit.resize(-self._index.most(worker.slots))
         for number in sorted(worker.leases):
-            yield from self._end_lease(self._leases[number])
+            yield from self._end_lease(self.leases[number])
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
     def _on_task_submitted(self, event: ev.TaskSubmitted) -> None:
-        assert event.task not in self._tasks, f"task {event.task} was submitted twice"
+        assert event.task not in self.tasks, f"task {event.task} was submitted twice"
         ask = event.version, event.is_exact
         task = TrackedTask(event.task, ask, event.num_tokens, event.max_tokens, event.start, event.preferred)
-        self._tasks[event.task] = task
+        self.tasks[event.task] = task
         self._queue(task)
 
     def _on_task_aborted(self, event: ev.TaskAborted) -> Iterator[ev.Command]:
-        task = self._tasks.get(event.task)
+        task = self.tasks.get(event.task)
         if task is None or task.is_aborting:
             return
         task.is_aborting = True
         if task.is_waiting:
-            self.num_waiting -= 1
             yield from self._return_task(task)
         for lease in task.leases:
             lease.recalled_s = event.at_s
@@ -267,10 +235,9 @@ class LeaseTable:
 
     def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
         """Remove a task, and count its uncommitted tokens as discarded. The caller counts the committed tokens."""
-        task = self._tasks.pop(event.task, None)
+        task = self.tasks.pop(event.task, None)
         if task is None:
             return
-        self.num_waiting -= task.is_waiting
         for lease in task.leases:
             yield ev.DropLease(lease.worker, lease.number)
             self._remove_lease(lease)
@@ -278,10 +245,10 @@ class LeaseTable:
             yield from self._discard_tokens(task, lease, task.committed)
 
     def _on_lease_progressed(self, event: ev.LeaseProgressed) -> Iterator[ev.Command]:
-        lease = self._leases.get(event.lease)
+        lease = self.leases.get(event.lease)
         if lease is None:
             return
-        task, worker = self._tasks[lease.task], self.workers[lease.worker]
+        task, worker = self.tasks[lease.task], self.workers[lease.worker]
         self._index.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
         self._credit(worker, lambda credit: credit.earn(event.num_tokens))
         lease.grew_s = worker.last_progress_s = worker.last_seen_s = event.at_s
@@ -293,10 +260,10 @@ class LeaseTable:
             yield from self._commit(task, lease)
 
     def _on_lease_finished(self, event: ev.LeaseFinished) -> Iterator[ev.Command]:
-        lease = self._leases.get(event.lease)
+        lease = self.leases.get(event.lease)
         if lease is None:
             return
-        task = self._tasks.pop(lease.task)
+        task = self.tasks.pop(lease.task)
         self._credit(self.workers[lease.worker], LeaseCredit.finish)
         prefix, is_faithful = task.committed, self._is_consistent(task, lease)
         self._remove_lease(lease)
@@ -315,19 +282,18 @@ class LeaseTable:
             yield from self._discard_tokens(task, other, prefix)
 
     def _on_lease_returned(self, event: ev.LeaseReturned) -> Iterator[ev.Command]:
-        lease = self._leases.get(event.lease)
+        lease = self.leases.get(event.lease)
         if lease is None:
             return
-        worker, task = self.workers[lease.worker], self._tasks[lease.task]
+        worker, task = self.workers[lease.worker], self.tasks[lease.task]
         if not task.is_aborting:
             self._credit(worker, lambda credit: credit.give_back(lease.length - lease.base))
-        # The worker refused the lease. Without a version, it is not immediately granted the same task again.
-        if not task.is_aborting and worker.serves(*task.ask):
-            worker.version = None
+            if worker.serves(*task.ask):  # without a version, the worker is not immediately granted the same task again
+                worker.version = None
         yield from self._end_lease(lease)
 
     def _end_lease(self, lease: TrackedLease) -> Iterator[ev.Command]:
-        task = self._tasks[lease.task]
+        task = self.tasks[lease.task]
         self._remove_lease(lease)
         task.leases.remove(lease)
         if task.leases and not task.is_aborting:  # the task's other lease continues
@@ -377,11 +343,14 @@ class LeaseTable:
 
     def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
         if lease.length > task.committed:
-            task.commit(lease)
+            task.committed, task.origin = lease.length, lease.origin
+            version, is_exact = task.ask
+            if not is_exact:  # versions never decrease along a trajectory
+                task.ask = max(version, lease.version), False
             yield ev.CommitTokens(task.number, lease.number, lease.length)
 
     def _return_task(self, task: TrackedTask) -> Iterator[ev.Command]:
-        del self._tasks[task.number]
+        del self.tasks[task.number]
         yield ev.ReturnTask(task.number)
 
     def _count_discarded(self, cause: str, num_tokens: int) -> Iterator[ev.Command]:
@@ -390,7 +359,7 @@ class LeaseTable:
             yield ev.DiscardTokens(cause, num_tokens)
 
     def _remove_lease(self, lease: TrackedLease) -> None:
-        del self._leases[lease.number]
+        del self.leases[lease.number]
         owner = lease.owner
         if owner is not None:
             owner.num_held -= 1
@@ -416,9 +385,8 @@ class LeaseTable:
     def _charge(self, lease: TrackedLease) -> None:
         """Subtract the cost of a lost lease from its worker's credit, unless the worker had not started the lease."""
         worker = self.workers[lease.worker]
-        # A worker runs its leases in the order of their numbers. If a lease is not among the worker's first `slots`
-        # leases, it has never run.
-        if sorted(worker.leases).index(lease.number) < worker.slots:
+        # a worker runs its leases in the order of their numbers, so only its first `slots` leases have run
+        if sum(number < lease.number for number in worker.leases) < worker.slots:
             self._credit(worker, LeaseCredit.lose)
 
     # ---- granting ----------------------------------------------------------------------------------------------------
@@ -432,7 +400,6 @@ class LeaseTable:
         self._may_grant = True
 
     def _queue(self, task: TrackedTask) -> None:
-        self.num_waiting += 1
         self._may_grant = True
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.order)
 
@@ -448,7 +415,6 @@ class LeaseTable:
                 unavailable.add(task.ask)
             else:
                 heapq.heappop(self._waiting[task.ask])
-                self.num_waiting -= 1
                 yield from self._grant(task, worker, at_s)
 
     def _first_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:
@@ -457,7 +423,7 @@ class LeaseTable:
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
             while heap and (
-                (task := self._tasks.get(heap[0][1])) is None
+                (task := self.tasks.get(heap[0][1])) is None
                 or not task.is_waiting
                 or (task.ask, task.order) != (ask, heap[0])
             ):
@@ -489,7 +455,7 @@ class LeaseTable:
         if not worker.leases:
             # the time in which the worker had no lease does not count towards the progress timeout
             worker.last_progress_s = at_s
-        self._leases[number] = lease
+        self.leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
         if worker.owner is not None:
@@ -512,7 +478,7 @@ class LeaseTable:
                 for _ in worker.leases:
                     self._credit(worker, LeaseCredit.lose)
                 yield from self._time_out(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
-        for lease in list(self._leases.values()):
+        for lease in list(self.leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.heartbeat_timeout_s
@@ -550,8 +516,8 @@ class LeaseTable:
         """Find the tasks that would finish sufficiently earlier with a backup lease on the worker `fastest`. Return
         (expected remaining seconds, task) for each of them."""
         found = []
-        for lease in self._leases.values():
-            task, age_s = self._tasks[lease.task], now_s - lease.granted_s
+        for lease in self.leases.values():
+            task, age_s = self.tasks[lease.task], now_s - lease.granted_s
             if len(task.leases) == 1 and not task.is_aborting and age_s >= self.rules.backup_lease_after_s:
                 here_s = (task.max_tokens - lease.length) * age_s / max(lease.length - lease.base, 1)
                 if self._pays_off(task, here_s, fastest):

@@ -91,7 +91,8 @@ class ListenAddress:
 
     @property
     def _is_any(self) -> bool:
-        return _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
+        address = _ip_address(self.host)
+        return address is not None and address.is_unspecified
 
     def fingerprint(self) -> str | None:
         """Return the SHA-256 digest of the server's certificate in hex, or None without TLS. Workers that the run
@@ -125,10 +126,8 @@ class ListenAddress:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name or address always denotes this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    address = _ip_address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def check_url(url: str, is_insecure: bool = False) -> str:
@@ -182,16 +181,16 @@ def _host_and_port(text: str) -> tuple[str, int] | None:
     except ValueError:
         return None
     host, port = url.host, url.explicit_port
-    if host is None or port is None or not (_is_address(host) or _HOST_NAME.fullmatch(host)):
+    if host is None or port is None or (_ip_address(host) is None and not _HOST_NAME.fullmatch(host)):
         return None
     return host, port
 
 
-def _is_address(host: str) -> bool:
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return bool(ipaddress.ip_address(host))
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
 
 
 def _base(scheme: str, host: str, port: int) -> str:

@@ -66,9 +66,6 @@ class LocalWorkers:
             self.close()
             raise
 
-    def pids(self) -> list[int]:
-        return [child.process.pid for child in self._children if child.process.poll() is None]
-
     def check_health(self) -> None:
         """Restart workers that have ended. Raises EngineFault, with the log's path, if a worker ends repeatedly."""
         now_s = time.monotonic()

@@ -19,11 +19,11 @@ files use HTTP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from baton.errors import Fault, UserError
+from baton.errors import Fault
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
@@ -158,6 +158,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
 FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
+T = TypeVar("T")
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
@@ -174,20 +175,21 @@ def encode(message: FromHub | FromWorker) -> bytes:
 
 def decode_from_hub(frame: bytes) -> FromHub:
     """Decode a frame. Raises Malformed."""
-    try:
-        return _from_hub.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise Malformed(str(error)[:MAX_TEXT]) from error
+    return _decode(_from_hub, frame)
 
 
 def decode_from_worker(frame: bytes) -> FromWorker:
     """Decode a frame and check that its texts and numbers are within bounds. Raises Malformed."""
-    try:
-        message = _from_worker.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise Malformed(str(error)[:MAX_TEXT]) from error
+    message = _decode(_from_worker, frame)
     _check_bounds(message)
     return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise Malformed(str(error)[:MAX_TEXT]) from error
 
 
 def _check_bounds(message: FromWorker) -> None:
@@ -221,11 +223,3 @@ def _check_version(version: PolicyVersion | None) -> None:
 
 def _is_plain(text: str) -> bool:
     return len(text) <= MAX_NAME and text.isprintable()
-
-
-def check_protocol(welcome: Welcome) -> None:
-    """Raise UserError if the hub uses another protocol version."""
-    if welcome.protocol != PROTOCOL:
-        raise UserError(
-            f"the hub uses protocol {welcome.protocol} and this worker {PROTOCOL}: install the same version of Baton"
-        )

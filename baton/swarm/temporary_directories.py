@@ -9,6 +9,8 @@ from pathlib import Path
 
 from baton.files import write_whole
 
+_PREFIX = "baton-hub-"
+
 
 class TemporaryDirectories:
     """Creates directories, and records their paths in a file for the next hub process."""
@@ -34,6 +36,3 @@ class TemporaryDirectories:
         for path in self._directories:
             shutil.rmtree(path, ignore_errors=True)
         self._notes.unlink(missing_ok=True)
-
-
-_PREFIX = "baton-hub-"

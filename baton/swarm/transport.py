@@ -1,5 +1,5 @@
-"""Implements `WorkerTransport` with a swarm. To the controller, the swarm looks like one worker whose number of slots
-changes.
+"""The transport between the controller and a swarm. To the controller, the swarm looks like one worker whose number of
+slots changes.
 
     controller's thread                   hub's thread                  publisher's thread
       send ────────── call ──────────────▶ broker ─▶ workers
@@ -23,6 +23,7 @@ from baton.clock import run_into
 from baton.errors import DeadlineExceeded, Suspect
 from baton.rollout.engine import EngineStats
 from baton.rollout.episodes import path_seeds
+from baton.rollout.transport import WorkerTransport
 from baton.swarm.background_publisher import BackgroundPublisher
 from baton.swarm.hub.hub import START_DEADLINE_S, Hub
 from baton.swarm.hub.peers import Peer
@@ -39,8 +40,8 @@ FIRST_MESSAGE_S = 30.0
 """If there is no worker for this number of seconds, the first message about it is printed."""
 
 
-class SwarmTransport:
-    """A `WorkerTransport` that uses a hub and its workers."""
+class SwarmTransport(WorkerTransport):
+    """Sends leases and weights to a hub's workers, and receives their reports through a queue."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class SwarmTransport:
     ) -> None:
         """workers: supervisors of the workers that the run has started. scratch: directories that `close` removes.
         no_worker_timeout_s: maximum number of seconds that a run waits while no worker is connected."""
-        self.hub, self._members, self.no_worker_timeout_s = hub, hub.members, no_worker_timeout_s
+        self.hub, self._members, self._no_worker_timeout_s = hub, hub.members, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch
         self._empty_since_s: float | None = None
@@ -72,13 +73,11 @@ class SwarmTransport:
 
     @property
     def slots(self) -> int:
-        """Total number of slots of the connected workers."""
         return self._members.slots
 
     @property
-    def sockets(self) -> tuple[()]:
-        """This transport has no sockets to wait for, because messages come from the hub's thread through a queue."""
-        return ()
+    def no_worker_timeout_s(self) -> float:
+        return self._no_worker_timeout_s
 
     def send(self, message: FromHub) -> None:
         hub, members = self.hub, self._members
@@ -98,9 +97,6 @@ class SwarmTransport:
         except Empty:
             return messages
 
-    def flush(self) -> Sequence[FromPort]:
-        raise AssertionError("workers of a swarm do not pause")
-
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         self._check_health()
         self._publication.publish(tensors, version)
@@ -117,8 +113,8 @@ class SwarmTransport:
         )
 
     def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
-        """As in `WorkerTransport`. A token that an earlier process received has no known author, and counts as a token
-        of an untrusted worker: if trusted workers are wrong, their later tokens end the run."""
+        """As in `WorkerTransport`. The author of a token that an earlier process received is unknown and counts as
+        untrusted. If trusted workers generate wrong tokens, their later tokens end the run."""
         paths = [(path, t) for group in groups for member in group.members for path, t in enumerate(member.paths)]
         seeds = path_seeds(self._members.verifier.noise_seed, 1 + max(path for path, _ in paths))
         keys = {(t.name, path): (seeds[path], t.group_id, t.sample_index) for path, t in paths}

@@ -114,15 +114,13 @@ class WorkerIndex:
         assert worker.weight > 0, f"worker {worker.number} has the weight {worker.weight}, which must be above 0"
         self.workers[worker.number] = worker
 
-    def remove(self, number: int) -> Worker | None:
-        worker = self.workers.pop(number, None)
-        if worker is not None:
-            worker.stamp = -1
-            if worker.pace is not None:
-                self._num_paces, self._sum_paces = self._num_paces - 1, self._sum_paces - worker.pace
-            if worker.owner is not None:
-                self.offer_owner(worker.owner)
-        return worker
+    def remove(self, worker: Worker) -> None:
+        del self.workers[worker.number]
+        worker.stamp = -1
+        if worker.pace is not None:
+            self._num_paces, self._sum_paces = self._num_paces - 1, self._sum_paces - worker.pace
+        if worker.owner is not None:
+            self.offer_owner(worker.owner)
 
     def weigh(self, worker: Worker, weight: float) -> None:
         assert weight > 0, f"worker {worker.number} is given the weight {weight}, which must be above 0"

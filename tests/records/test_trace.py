@@ -29,6 +29,7 @@ from baton.records.trace import (
 from baton.rollout.transport import LocalTransport
 from baton.run.tokenization import ResponseScorer
 from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, SendToWorker
+from baton.swarm.lease_events import WorkerJoined
 from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.types import FinishReason, Lease, Report, Retry, SamplingParams, Segment, Trajectory
 from tests.records.trace_cases import Collected, Ticks, assert_tiled
@@ -142,7 +143,7 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
     broker = LeaseBroker(LeaseTable(LeaseRules()), lambda *_, **__: None, clock, LeaseTrace(tracer, clock))
     broker.pace.announced[3] = 1.0
     for worker in (0, 1):
-        execute(broker.join(worker, slots=2, name=f"node#{worker}"))
+        execute(broker.join(WorkerJoined(clock.now_s, worker, 2), f"node#{worker}"))
     clock.now_s = 2.0
     for worker in (0, 1):
         execute(broker.heartbeat(worker, 3, 0))

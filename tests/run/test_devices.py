@@ -376,10 +376,10 @@ def test_each_worker_of_this_machine_sees_its_gpus(tmp_path: Path, monkeypatch: 
     workers = LocalWorkers(
         listen, 1, names, tmp_path, say=print, device="cuda", environments=[visible((2,)), visible((3, 4))]
     )
-    deadline_s = time.monotonic() + 60
-    while workers.pids() and time.monotonic() < deadline_s:
+    logs, deadline_s = [tmp_path / f"local-{index}.log" for index in (0, 1)], time.monotonic() + 60
+    while not all(log.read_text() for log in logs) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert [(tmp_path / f"local-{index}.log").read_text() for index in (0, 1)] == ["sees=2\n", "sees=3,4\n"]
+    assert [log.read_text() for log in logs] == ["sees=2\n", "sees=3,4\n"]
     workers.close()
 
 

@@ -259,10 +259,11 @@ class LeaseInvariants:
     def settled(self, event: TimedEvent) -> None:
         must, table, rules = self._must, self.table, self._rules
         waiting = [*self._waiting()]
-        must((table.num_tasks, table.num_waiting) == (len(self._tasks), len(waiting)), "tasks in the table")
+        num_waiting = sum(task.is_waiting for task in table.tasks.values())
+        must((len(table.tasks), num_waiting) == (len(self._tasks), len(waiting)), "tasks in the table")
         must(table.workers.keys() == self._workers.keys(), "workers in the table")
         must(table.wasted == self._wasted, lambda: f"discarded: {table.wasted}, own {self._wasted}", "conservation")
-        for known in table.tasks():
+        for known in table.tasks.values():
             own = self._tasks[known.number]
             if known.committed != own.length or [lease.number for lease in known.leases] != own.live:
                 must(False, f"task {known.number} has leases {own.live} and {own.length} tokens")

@@ -136,7 +136,7 @@ class GrantsTheAborted(LeaseTable):
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         if isinstance(event, ev.TaskAborted):
-            leases = [lease.number for task in self.tasks() if task.number == event.task for lease in task.leases]
+            leases = [lease.number for lease in self.tasks[event.task].leases] if event.task in self.tasks else []
             return [ev.RecallLease(self.holder[lease], lease) for lease in leases]
         found = super().handle(event)
         self.holder |= {c.lease: c.worker for c in found if isinstance(c, ev.GrantLease)}

@@ -35,7 +35,7 @@ from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.swarm.audit_log import AuditLog
-from baton.swarm.auth import Authenticator, Role, TokenFile
+from baton.swarm.auth import Authenticator, Role, TokenFile, digest_of
 from baton.swarm.background_publisher import BackgroundPublisher, VersionRetention
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.http_routes import HttpRoutes
@@ -266,8 +266,10 @@ class BenchWorker:
     @property
     def is_ready(self) -> bool:
         """Whether it has its place at the hub, or has come to an end."""
-        keys = {peer.key for peer in list(self._bench.hub.members.peers.values())}
-        return self.is_over or (hasattr(self, "worker") and self.worker.session.key in keys)
+        if self.is_over or not hasattr(self, "worker"):
+            return self.is_over
+        own = self._bench.access.keys.worker(digest_of(self._token), self.worker.session.key)
+        return own in {peer.worker for peer in list(self._bench.hub.members.peers.values())}
 
     @property
     def engine(self) -> ScriptedEngine:

@@ -8,9 +8,13 @@ import os
 import random
 import re
 import string
+import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,6 +242,30 @@ def test_names_are_one_each_and_only_a_worker_can_be_trusted(tokens: TokenFile) 
     tokens.create(Role.WORKER, DAY_S)
     tokens.create(Role.WORKER, DAY_S)
     assert [token.name for token in tokens.tokens()] == ["anna", "worker-2", "worker-1", "worker-3"]
+
+
+def test_a_request_costs_as_much_with_many_tokens_as_with_one(tokens: TokenFile, clock: Clock) -> None:
+    """The hub checks the token of each worker every second."""
+    costs: list[int] = []
+    text = tokens.create(Role.WORKER, DAY_S)
+    (own,) = tokens.tokens()
+    for count in (1, 500):
+        others = [msgspec.structs.replace(own, name=f"other-{i}", digest=digest_of(f"{i}")) for i in range(1, count)]
+        content = {"format": 1, "tokens": [*others, own]}
+        write_private(tokens.path, msgspec.json.encode(content))
+        costs.append(calls_of(partial(Authenticator(tokens.path, clock).check, bearer(text), {Role.WORKER})))
+    assert costs[0] == costs[1] > 0
+
+
+def calls_of(action: Callable[[], object]) -> int:
+    """The number of function calls, of Python and of C, in an action."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
 
 
 def test_long_expired_tokens_leave_the_file_and_stay_refused(tokens: TokenFile, clock: Clock) -> None:

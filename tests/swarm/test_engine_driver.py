@@ -197,14 +197,9 @@ def test_whatever_ends_the_engine_reaches_on_fault():
         faults.append(error)
         failed.set()
 
-    thread = EngineThread(lambda reports, stats: None, on_fault, report_every_s=0.01)
     mine = EngineDriver(Failing(SETTINGS, PolicyVersion("a", 0), lambda group, sample: 99), "resume")
-
-    def begin() -> None:
-        thread.driver = mine
-        mine.lease(lease(0))
-
-    thread.do(begin)
+    thread = EngineThread(lambda: mine, lambda reports, stats: None, on_fault, report_every_s=0.01)
+    thread.do(lambda driver: driver.lease(lease(0)))
     assert failed.wait(30.0)
     assert [type(error) for error in faults] == [MemoryError]
     thread.close()
@@ -213,21 +208,16 @@ def test_whatever_ends_the_engine_reaches_on_fault():
 
 def test_the_engine_thread_reports_while_it_grows_and_obeys_between_tokens():
     heard: list[FromWorker] = []
-    thread = EngineThread(lambda reports, stats: heard.extend(reports), pytest.fail, report_every_s=0.0)
     mine = EngineDriver(FakeEngine(SETTINGS, PolicyVersion("a", 0), lambda group, sample: 999), "keep")
+    thread = EngineThread(lambda: mine, lambda reports, stats: heard.extend(reports), pytest.fail, report_every_s=0.0)
+    thread.do(lambda driver: driver.lease(lease(0)))
     done = Event()
-
-    def begin() -> None:
-        thread.driver = mine
-        mine.lease(lease(0))
-
-    thread.do(begin)
     end_s = time.monotonic() + 30
     while not heard and time.monotonic() < end_s:
         time.sleep(0.001)
     assert isinstance(heard[0], Report)
     assert len(heard[0].segments[0].token_ids) < SETTINGS.report_every_tokens, "the clock is a reason to report, too"
-    thread.do(lambda: (mine.drop_all(), done.set()))
+    thread.do(lambda driver: (driver.drop_all(), done.set()))
     assert done.wait(30.0)
     thread.close()
     assert not mine.is_busy

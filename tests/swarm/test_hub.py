@@ -84,7 +84,7 @@ def state(bench: SwarmBench) -> Any:
         lambda: (
             sorted(hub.members.peers),
             sorted(table.workers),
-            table.num_tasks,
+            len(table.tasks),
             hub.members.want,
             dict(hub.members.versions),
             hub.members.slots,

@@ -130,7 +130,7 @@ class Schedule:
             self.tell(WorkerWeightChanged(self.now_s, worker, (0.5, 2.0)[self.choose(2)]))
 
     def submit(self) -> None:
-        if self.table.num_tasks < 30:
+        if len(self.table.tasks) < 30:
             task, self.next_task = self.next_task, self.next_task + 1
             num = self.tokens[task] = self.choose(4)
             # tokens that were generated before the task was submitted are those of its first lease's kind of worker
@@ -156,7 +156,7 @@ class Schedule:
 
     def report(self) -> None:
         """A lease grows and may end; at times one that has ended long ago."""
-        valid = [n for n, known in self.leases.items() if self.table.knows(n) and self.is_well(known)]
+        valid = [n for n, known in self.leases.items() if n in self.table.leases and self.is_well(known)]
         number = self.pick(valid if valid and self.choose(8) else self.leases) if self.leases else 0
         if number in self.leases:
             self.grow(number, self.choose(9))
@@ -185,16 +185,16 @@ class Schedule:
         what is asked for."""
         self.join(is_well=True)
         end_s = self.now_s + limit_s
-        while self.table.num_tasks:
-            assert self.now_s < end_s, f"{self.table.num_tasks} tasks are left"
+        while self.table.tasks:
+            assert self.now_s < end_s, f"{len(self.table.tasks)} tasks are left"
             self.now_s, self.counter = self.now_s + 0.5, self.counter + 1
-            asks = sorted({task.ask[0] for task in self.table.tasks() if task.is_waiting})
+            asks = sorted({task.ask[0] for task in self.table.tasks.values() if task.is_waiting})
             for number, worker in list(self.table.workers.items()):
                 if self.moods[number] == "well":
                     wanted = asks[self.choose(len(asks))] if asks and not worker.leases else worker.version
                     self.tell(WorkerSeen(self.now_s, number, wanted, self.counter))
             for number, known in list(self.leases.items()):
-                if self.table.knows(number) and self.is_well(known):
+                if number in self.table.leases and self.is_well(known):
                     self.grow(number, 4)
             self.tell(LeaseTick(self.now_s))
 

@@ -234,7 +234,7 @@ def test_a_hub_that_was_held_up_blames_nobody():
     assert table.handle(LeaseTick(103.0, 100.0)) == []
     assert table.handle(LeaseTick(103.0, 0.0)) == []
     assert table.handle(WorkerSeen(104.0, 0, 1, 1)) == table.handle(WorkerSeen(104.0, 1, 1, 1)) == []
-    lease = next(lease.number for task in table.tasks() for lease in task.leases if task.number == 0)
+    lease = next(lease.number for task in table.tasks.values() for lease in task.leases if task.number == 0)
     worker = 0 if lease in table.workers[0].leases else 1
     assert table.handle(LeaseTick(132.5))[:2] == [DropLease(worker, lease), ReturnTask(0)], (
         "2 s, 100 s, and then 30 s unanswered"
@@ -293,7 +293,7 @@ def test_leases_beyond_the_slots_are_given_last_and_the_oldest_first():
     said = [want(table, task) for task in range(12)]
     assert [c[0].worker for c in said[8:10]] == [0, 1]
     assert said[10] == said[11] == []
-    assert table.num_waiting == 2
+    assert sum(task.is_waiting for task in table.tasks.values()) == 2
     lease = said[0][0].lease
     assert table.handle(LeaseFinished(1.0, lease)) == [FinishTask(0, lease), GrantLease(said[0][0].worker, 10, 10, 0)]
 
@@ -402,7 +402,8 @@ def test_a_revoked_task_is_dropped_wherever_it_is_and_what_was_not_committed_is_
     assert table.handle(TaskRevoked(13.0, 0)) == [
         DropLease(0, 0), DropLease(1, 2), DiscardTokens("overtaken", 3), DiscardTokens("overtaken", 20),
     ]  # fmt: skip
-    assert (table.num_tasks, table.num_leases) == (0, 0)
+    assert not table.tasks
+    assert not table.leases
     assert table.handle(TaskRevoked(14.0, 0)) == []
     full = table_of(1, prefetch=0.0)
     want(full, 0)
@@ -480,7 +481,7 @@ def test_the_fastest_relieves_another_when_it_cannot_relieve_itself():
 
 def leases_of(table: LeaseTable) -> dict[int, int]:
     """Valid leases with their lengths."""
-    return {lease.number: lease.length for task in table.tasks() for lease in task.leases}
+    return {lease.number: lease.length for task in table.tasks.values() for lease in task.leases}
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -488,11 +489,11 @@ def test_what_the_table_says_of_a_lease(restarts):
     table = table_of(1, restarts=restarts)
     table.handle(TaskSubmitted(0.0, 0, 1, True, 7, 100))
     base = 0 if restarts else 7
-    assert (table.knows(0), table.knows(1), [*leases_of(table)]) == (True, False, [0])
-    assert (leases_of(table)[0], table.is_recalled(0), table.is_comparable(0)) == (base, False, True)
+    assert ([*table.leases], [*leases_of(table)]) == ([0], [0])
+    assert (leases_of(table)[0], table.leases[0].recalled_s, table.is_comparable(0)) == (base, None, True)
     table.handle(LeaseProgressed(1.0, 0, 3))
     table.handle(TaskAborted(1.0, 0))
-    assert (leases_of(table)[0], table.is_recalled(0)) == (base + 3, True)
+    assert (leases_of(table)[0], table.leases[0].recalled_s is None) == (base + 3, False)
 
 
 def test_a_task_is_aborted_once_and_one_that_is_over_not_at_all():

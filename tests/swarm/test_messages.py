@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swarm_bench import hello
 
-from baton.errors import Fault, UserError
+from baton.errors import Fault
 from baton.rollout.engine import EngineStats
 from baton.swarm.messages import (
     PROTOCOL,
@@ -23,7 +23,6 @@ from baton.swarm.messages import (
     Rejected,
     Want,
     Welcome,
-    check_protocol,
     decode_from_hub,
     decode_from_worker,
     encode,
@@ -115,9 +114,3 @@ def test_a_segment_that_lacks_logprobs_never_becomes_one():
     lying["segments"][0]["routing"] = []
     with pytest.raises(Malformed):
         decode_from_worker(msgspec.msgpack.encode(lying))
-
-
-def test_another_protocol_is_said_before_anything_is_misunderstood():
-    check_protocol(WELCOME)
-    with pytest.raises(UserError, match=f"the hub uses protocol 9 and this worker {PROTOCOL}"):
-        check_protocol(msgspec.structs.replace(WELCOME, protocol=9))

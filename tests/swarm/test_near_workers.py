@@ -46,7 +46,7 @@ class Full(Recorder):
 
 def peer(number: int, *, is_own: bool, address: str) -> Peer:
     grant = AccessGrant("worker", Role.WORKER, True, f"{number}", is_own)
-    return Peer(number, grant, hello(), address, Recorder(), f"worker {number}", "key")
+    return Peer(number, grant, hello(), address, Recorder(), f"worker {number}")
 
 
 def test_the_file_of_a_version_is_complete_before_the_version_is_stored(tmp_path: Path):

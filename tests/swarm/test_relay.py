@@ -112,7 +112,6 @@ def test_many_workers_cost_the_hub_what_one_does(tmp_path: Path, published: tupl
             with ThreadPoolExecutor(8) as workers:  # of their own: the relay has its threads too
                 digests = await asyncio.gather(*(loop.run_in_executor(workers, fetch) for _ in range(8)))
             assert set(digests) == {version.digest}
-            assert relay.bytes_out >= 8 * num_bytes
 
     asyncio.run(scenario())
     assert set(origin.asked.values()) == {1}, "each manifest and chunk takes the long way once"

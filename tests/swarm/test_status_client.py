@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from baton.errors import UserError
+from baton.errors import DeadlineExceeded, UserError
+from baton.swarm import status_client
 from baton.swarm.status_client import fetch_status
 
 
@@ -42,3 +44,26 @@ def answered(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_what_is_no_hub_is_named(answered: str) -> None:
     with pytest.raises(UserError, match="does not answer with the status of a hub"):
         fetch_status(answered, "token", None)
+
+
+def test_a_hub_that_sends_its_answer_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_client, "DEADLINE_S", 0.5)
+    is_over = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            connection.recv(65_536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
+            while not is_over.wait(0.01):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        thread = threading.Thread(target=trickle, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(DeadlineExceeded, match=f"the hub at {url} did not answer in"):
+            fetch_status(url, "token", None)
+        is_over.set()
+        thread.join(60)

@@ -151,6 +151,11 @@ def test_a_worker_gives_up_when_no_hub_has_served_it_for_too_long() -> None:
         session.lost(2100.0)
 
 
+def test_a_hub_with_another_protocol_is_refused_before_anything_is_misunderstood() -> None:
+    with pytest.raises(UserError, match=f"the hub uses protocol 9 and this worker {PROTOCOL}: install the same"):
+        WorkerSession().receive(welcome(protocol=9), 0.0)
+
+
 def test_the_limit_of_silence_follows_the_heartbeat_that_the_hub_asks_for() -> None:
     session = WorkerSession()
     assert session.silence_s == CONNECT_DEADLINE_S

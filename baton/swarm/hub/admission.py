@@ -83,7 +83,6 @@ class Admission:
         return None
 
     def is_known(self, connection: int) -> bool:
-        """Return whether a connection has presented a valid token."""
         return connection in self._known
 
     def leave(self, connection: int) -> None:

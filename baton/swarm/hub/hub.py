@@ -25,7 +25,7 @@ from threading import Event, Thread
 from aiohttp import web
 
 from baton.errors import DeadlineExceeded, UserError
-from baton.swarm.auth import AccessGrant, Role
+from baton.swarm.auth import Role
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.peers import FrameQueue
@@ -143,12 +143,10 @@ class Hub:
             lambda: self.access.delay_s(grant),
         )
         session = HubSession(self.members, grant, request.remote or "", outgoing)
-        await connection.hold(self._converse(connection, session, grant, request.remote or ""))
+        await connection.hold(self._converse(connection, session))
         return socket
 
-    async def _converse(
-        self, connection: WorkerConnection, session: HubSession, grant: AccessGrant, address: str
-    ) -> None:
+    async def _converse(self, connection: WorkerConnection, session: HubSession) -> None:
         """Pass a worker's messages to its session until the session or the connection ends."""
         try:
             while not session.is_over:
@@ -159,6 +157,7 @@ class Hub:
                     session.receive(message)
                 except Exception as error:  # noqa: BLE001  # an invalid message may end only its sender's connection
                     event, status = session.fail(error)
-                    self.access.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
+                    label = session.grant.label
+                    self.access.audit.record(event, status, f"{error}"[:300], session.address, "/worker", label)
         finally:
             session.close(is_stopping=self._stopping.is_set())

@@ -45,13 +45,9 @@ class HubListener:
 
     def __init__(self, listen: ListenAddress) -> None:
         self.listen = listen
-        self.turned_away = 0
-        """Number of connections closed because of a limit, or because they presented no valid token in time."""
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
         """File descriptor → connection. This module identifies every connection by its file descriptor."""
-        self._transports: dict[int, asyncio.Transport] = {}
-        """File descriptor → transport, for connections that have finished the TLS handshake."""
         self._controller: web.AppRunner | None = None
         self._listening: list[socket.socket] = []
         self._acceptors: list[asyncio.Task[None]] = []
@@ -95,7 +91,6 @@ class HubListener:
         fd = _fd_of(request)
         refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
         if refusal is not None:
-            self.turned_away += 1
             raise web.HTTPServiceUnavailable(text=refusal)
 
     async def _accept_all(self, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
@@ -107,7 +102,7 @@ class HubListener:
                 # OSError: the caller has disconnected, or no file descriptor is left in spite of the reserve
                 except OSError as error:
                     if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
-                        self._turn_away(oldest)
+                        self._reset_connection(oldest)
                     await asyncio.sleep(FAILED_ACCEPT_PAUSE_S)
                     break
                 connection = _Connection(accepted, self._closed)
@@ -115,7 +110,7 @@ class HubListener:
                 self._connections[fd] = connection
                 evicted = self._admission.arrive(fd, str(address[0]), time.monotonic())
                 if evicted is not None:
-                    self._turn_away(evicted)
+                    self._reset_connection(evicted)
                 greeter = loop.create_task(self._greet(connection, tls))
                 self._greeters.add(greeter)
                 greeter.add_done_callback(self._greeters.discard)
@@ -125,37 +120,31 @@ class HubListener:
         assert self._controller is not None, "the listener is closed"
         assert self._controller.server is not None, "the listener is closed"
         with suppress(OSError):  # the handshake failed or timed out; asyncio has closed the connection
-            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+            connection.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 self._controller.server,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=AUTHENTICATE_S if tls else None,
                 ssl_shutdown_timeout=TLS_GOODBYE_S if tls else None,
             )
-            if connection.fileno() >= 0:
-                self._transports[connection.fileno()] = transport
-
-    def _turn_away(self, fd: int) -> None:
-        self.turned_away += 1
-        self._reset_connection(fd)
 
     def _reset_connection(self, fd: int) -> None:
-        if fd in self._transports:
-            reset(self._transports[fd])
-        elif fd in self._connections:
+        connection = self._connections.get(fd)
+        if connection is not None and connection.transport is not None:
+            reset(connection.transport)
+        elif connection is not None:
             with suppress(OSError):  # the peer has disconnected
-                self._connections[fd].shutdown(socket.SHUT_RDWR)  # the handshake fails, which closes the connection
+                connection.shutdown(socket.SHUT_RDWR)  # the handshake fails, which closes the connection
 
     def _closed(self, fd: int) -> None:
         self._admission.leave(fd)
-        self._transports.pop(fd, None)
         self._connections.pop(fd, None)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             for fd in self._admission.overdue(time.monotonic()):
-                self._turn_away(fd)
+                self._reset_connection(fd)
 
     @web.middleware
     async def _close_strangers(
@@ -183,6 +172,8 @@ class _Connection(socket.socket):
     def __init__(self, accepted: socket.socket, on_close: Callable[[int], None]) -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         self.setblocking(False)
+        self.transport: asyncio.Transport | None = None
+        """The connection's transport; None before the end of the TLS handshake."""
         self._on_close = on_close
 
     def close(self) -> None:

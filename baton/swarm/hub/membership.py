@@ -26,7 +26,6 @@ from baton.swarm.hub.peers import Outgoing, Peer, RelayList
 from baton.swarm.hub.worker_access import Unwanted, WorkerAccess
 from baton.swarm.lease_broker import (
     BrokerCommand,
-    Disconnect,
     Key,
     LeaseBroker,
     ReportViolation,
@@ -35,6 +34,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
+from baton.swarm.lease_events import DisconnectWorker, LeaseTick, WorkerJoined, WorkerWeightChanged
 from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor, name_of
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
@@ -108,7 +108,7 @@ class Membership:
                 self.send(worker, message)
             case SendToController(message=message):
                 self.inbox.put(message)
-            case Disconnect(worker=worker, cause=cause):
+            case DisconnectWorker(worker=worker, cause=cause):
                 self._disconnect(worker, cause)
             case ReportViolation(worker=worker, sentence=sentence):
                 self.report_violated(worker, sentence)
@@ -124,7 +124,6 @@ class Membership:
         self.execute(self.broker.release(key))
 
     def remake(self, key: Key) -> None:
-        """Revoke a trajectory that is held back for verification, so that it is generated again."""
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
@@ -138,8 +137,9 @@ class Membership:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
-        """Quarantine the authors of `tokens` (trajectory, position after the prompt), and return those of `keys` with
-        tokens of quarantined or unknown authors; but if a trusted worker is an author, do and return nothing."""
+        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt). Return the trajectories
+        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and
+        return an empty set."""
         spans = {key: self.broker.authors(key) for key in keys}
         found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
         known = [(key, self.authors[number]) for key, number in found if number is not None]
@@ -186,7 +186,7 @@ class Membership:
             raise Unwanted(banned)
         peer = next((peer for peer in self.peers.values() if peer.worker == worker), None)
         if peer is None:
-            peer = self._add(Peer(self._next_worker, grant, hello, address, outgoing, worker, key))
+            peer = self._add(Peer(self._next_worker, grant, hello, address, outgoing, worker))
         else:
             if peer.outgoing is not None:
                 peer.outgoing.close()  # the old connection has ended, but the hub has not detected the end yet
@@ -205,7 +205,8 @@ class Membership:
         self.authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
         weight = self._weight(grant.name) if grant.is_own else 1.0
         owner = None if grant.is_own else grant.digest
-        self.execute(self.broker.join(number, hello.slots, weight, hello.worker_class.noise, owner, name=peer.name))
+        joined = WorkerJoined(self.broker.clock(), number, hello.slots, weight, hello.worker_class.noise, owner)
+        self.execute(self.broker.join(joined, peer.name))
         self.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {peer.address}")
         return peer
 
@@ -249,7 +250,7 @@ class Membership:
     def weigh_own(self, name: str, weight: float) -> None:
         """Change the weight of the run's own workers that use the access token `name`."""
         for worker in self._own_workers(name):
-            self.execute(self.broker.weigh(worker, weight))
+            self.execute(self.broker.handle(WorkerWeightChanged(self.broker.clock(), worker, weight)))
 
     def _own_workers(self, name: str) -> list[int]:
         """Return the numbers of the run's own workers that use the access token `name`. Workers that the run did not
@@ -258,7 +259,6 @@ class Membership:
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
     def announce_end(self) -> None:
-        """Tell all workers that the run is complete."""
         for peer in list(self.peers.values()):
             self.send(peer.number, messages.RunOver())
 
@@ -276,7 +276,7 @@ class Membership:
             self._switched_s = None
         # a caller may join and leave any number of times, so workers that reported no token are forgotten
         self.authors = {n: a for n, a in self.authors.items() if n in self.peers or self.broker.is_author(n)}
-        self.execute(self.broker.tick(delay_s))
+        self.execute(self.broker.handle(LeaseTick(self.broker.clock(), delay_s)))
         self.verifier.tick(delay_s)
 
     # ---- messages ----------------------------------------------------------------------------------------------------

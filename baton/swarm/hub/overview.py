@@ -26,6 +26,8 @@ def hub_status(hub: Hub, publication: BackgroundPublisher, progress: TrainingPro
         "slack_s": rule.slack_s,
         "idle_share": rule.idle_share,
     }
+    faults = (authenticator.fault for authenticator in hub.access.authenticators if authenticator.fault)
+    limits = ((peer.name, members.broker.limit_of(peer.number)) for peer in members.peers.values())
     return HubStatus(
         run=members.welcome.run,
         lineage=lineage,
@@ -33,8 +35,8 @@ def hub_status(hub: Hub, publication: BackgroundPublisher, progress: TrainingPro
         versions=tuple(sorted(members.versions)),
         step=progress.step,
         workers=tuple(_of_worker(peer, members) for peer in members.peers.values()),
-        tasks=table.num_tasks,
-        waiting=table.num_waiting,
+        tasks=len(table.tasks),
+        waiting=sum(task.is_waiting for task in table.tasks.values()),
         wasted_tokens=dict(table.wasted),
         staleness=progress.staleness,
         publication=_known(published),
@@ -45,14 +47,7 @@ def hub_status(hub: Hub, publication: BackgroundPublisher, progress: TrainingPro
         denied=hub.access.denied,
         malformed=counters.malformed,
         loop_delay_s=counters.loop_delay_s,
-        notes=(
-            *(a.fault for a in hub.access.authenticators if a.fault),
-            *(
-                f"worker {p.name}: {limit}"
-                for p in members.peers.values()
-                if (limit := members.broker.limit_of(p.number))
-            ),
-        ),
+        notes=(*faults, *(f"worker {name}: {limit}" for name, limit in limits if limit)),
         not_inspected=members.verifier.verification_policy.num_unchecked,
     )
 

@@ -70,10 +70,8 @@ class Peer:
     address: str
     outgoing: Outgoing | None
     """The current connection; None while the worker is not connected."""
-    worker: str = ""
+    worker: str
     """Id of the worker, from `identity.WorkerKeys`."""
-    key: str = ""
-    """Key that the worker presents after a reconnection."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     served: int | None = None
     """Number of the version that the worker serves; None if it serves no version that this hub process knows."""

@@ -85,7 +85,6 @@ class Relay:
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
-        self.bytes_out = 0
         self.url = ""
 
     async def run(self, until: asyncio.Event) -> None:
@@ -144,12 +143,13 @@ class Relay:
         version = PolicyVersion(request.match_info["lineage"], int(request.match_info["number"]))
         async with self._downloads.place(key):
             body = await self._once(str(version), self._find_manifest(version))
-            return await self._answer(request, ByteReader.of(body))
+            return (await self._downloads.send(request, ByteReader.of(body)))[0]
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         key, digest = self._admit(request), request.match_info["digest"]
         async with self._downloads.place(key):
-            return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
+            body = await self._once(digest, self._find_chunk(digest))
+            return (await self._downloads.send(request, body))[0]
 
     async def _find_manifest(self, version: PolicyVersion) -> bytes:
         """Return a valid manifest. A manifest that the hub will replace is not kept."""
@@ -199,8 +199,3 @@ class Relay:
         except (BatonError, aiohttp.ClientError, OSError, TimeoutError) as error:
             raise web.HTTPBadGateway(text=str(error)[:500]) from error
         return found
-
-    async def _answer(self, request: web.Request, body: ByteReader) -> web.StreamResponse:
-        response, sent_bytes = await self._downloads.send(request, body)
-        self.bytes_out += sent_bytes
-        return response

@@ -31,7 +31,8 @@ class HubSession:
     def __init__(self, members: Membership, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
         self.peer: Peer | None = None
         """The worker; None before its Hello."""
-        self._members, self._grant, self._address, self._outgoing = members, grant, address, outgoing
+        self.grant, self.address = grant, address
+        self._members, self._outgoing = members, outgoing
         self._since_s, self._has_ended = members.broker.clock(), False
         outgoing.put(members.welcome)
 
@@ -60,7 +61,7 @@ class HubSession:
             return
         match message:
             case Hello():
-                self.peer = members.join(message, self._grant, self._address, self._outgoing)
+                self.peer = members.join(message, self.grant, self.address, self._outgoing)
             case Fault(kind=kind, text=text):
                 members.say(f"a worker could not build its engine: {kind}: {text[:500]}")
                 self._has_ended = True

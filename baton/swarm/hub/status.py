@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 from prometheus_client import Metric, generate_latest
@@ -87,12 +88,12 @@ class HubStatus(msgspec.Struct, frozen=True):
     """Number of trajectories that were selected to be scored again, but could not be scored completely."""
 
 
+@dataclass(frozen=True, slots=True)
 class _StatusCollector(Collector):
-    def __init__(self, status: HubStatus) -> None:
-        self._status = status
+    status: HubStatus
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status
+        status = self.status
         yield _gauge("version", "Latest published version", -1 if status.version is None else status.version)
         yield _gauge("step", "Completed train steps", status.step)
         yield _gauge("tasks", "Trajectories that are neither finished nor aborted", status.tasks)

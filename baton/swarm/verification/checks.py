@@ -21,8 +21,6 @@ from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory
 
 MAX_LOGPROB = 1e-4
 """Maximum of a reported log-probability, above 0 to allow for rounding."""
-MAX_SHOWN = 60
-"""Maximum number of characters of a reported value that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +99,11 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
     ids, logprobs = segment.token_ids, segment.behavior_logprobs
     if min(ids) < 0 or max(ids) >= limits.vocabulary:
         i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < limits.vocabulary)
-        return f"token {place + i} has the id {_shown(token)}; allowed are 0 to {limits.vocabulary - 1}"
+        return f"token {place + i} has the id {token}; allowed are 0 to {limits.vocabulary - 1}"
     # the sum is finite only if all values are finite; `max` may ignore a NaN
     for i, logprob in enumerate(() if max(logprobs) <= MAX_LOGPROB and math.isfinite(sum(logprobs)) else logprobs):
         if not (math.isfinite(logprob) and logprob <= MAX_LOGPROB):
-            return f"token {place + i} has the behavior logprob {_shown(logprob)}; allowed are finite values up to 0"
+            return f"token {place + i} has the behavior logprob {logprob}; allowed are finite values up to 0"
     needed = len(segment.token_ids) if limits.routing_bytes else 0
     if len(segment.routing) not in {0, needed}:
         return f"the segment at token {place} has the routing of {len(segment.routing)} tokens; allowed are {needed}"
@@ -142,10 +140,10 @@ def _wrong_versions(lease: Lease, report: Report, grown: Trajectory, newest_vers
     for segment in report.segments:
         version = segment.policy_version
         if lease.is_exact and version != lease.version:
-            return f"tokens of version {_shown(version)} on a lease that requires exactly version {lease.version}"
+            return f"tokens of version {version} on a lease that requires exactly version {lease.version}"
         if not lease.version <= version <= newest_version:
             return (
-                f"tokens of version {_shown(version)}; the lease allows versions {lease.version} to {newest_version}"
+                f"tokens of version {version}; the lease allows versions {lease.version} to {newest_version}"
                 " (the newest)"
             )
         if last is not None and version < last:
@@ -195,8 +193,3 @@ def _wrong_stop(
         if not is_complete and is_last and report.finish_reason is FinishReason.STOP and token not in end_ids:
             return "finished by stop, but its last token is no end id and completes no stop string"
     return None
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"

@@ -237,10 +237,10 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 
 @dataclass(slots=True)
 class _CheckedWorker:
-    verdicts: deque[VerificationResult]
     checks_owed: int
     """While this number is above 0, each finished trajectory of the worker is checked. The number then decreases by 1.
     At 0, the random selection applies."""
+    verdicts: deque[VerificationResult] = field(default_factory=lambda: deque(maxlen=EVALUATED_TOGETHER))
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)
@@ -434,9 +434,7 @@ class VerificationPolicy:
         return accounts
 
     def _of(self, worker: str) -> _CheckedWorker:
-        if worker not in self._workers:
-            self._workers[worker] = _CheckedWorker(deque(maxlen=EVALUATED_TOGETHER), self._settings.first)
-        return self._workers[worker]
+        return self._workers.setdefault(worker, _CheckedWorker(self._settings.first))
 
     def _draw(self, worker: str, name: str) -> float:
         """Return a number in [0, 1) that is unpredictable without the secret."""

@@ -4,7 +4,7 @@
           └────────── follow, at every tick ──────┘
 
 The file is append-only. A `LiftRecord` ends all earlier quarantines of the workers that it names. If the disk is full,
-a record is in force and every tick tries to write it: ending the run would lose it, and `--resume` trust the worker.
+a new record is in force, and every tick tries to write it. A record that is not written before the run ends is lost.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
@@ -134,27 +134,21 @@ class VerificationResult(msgspec.Struct, frozen=True):
 
 
 def judge(
-    scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None
+    scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: float = math.inf
 ) -> VerificationResult:
     """Check one trajectory. scores: the rescored tokens of the trajectory, one element per policy version.
 
     first, end: only the tokens at the positions `first` … `end` − 1 are checked, because other workers generated the
-    other tokens. Without `end`, all tokens from `first` on are checked.
+    other tokens.
     """
     num_tokens = beyond_logprob = beyond_draw = beyond_typical = 0
-    for rescored in scores:
-        scale = _scale(rescored.temperature)
-        for i, place in enumerate(rescored.places):
-            if place < first or (end is not None and place >= end):
-                continue
-            difference = scale * abs(rescored.behavior_logprobs[i] - rescored.logprobs[i])
-            gap = scale * _gap(rescored, i, judges_draws=tolerance.judges_draws)
-            if found := _wild_token(rescored, i, difference, gap, tolerance):
-                return found
-            num_tokens += 1
-            beyond_logprob += difference > tolerance.logprob
-            beyond_draw += gap > tolerance.draw_gap
-            beyond_typical += difference > tolerance.typical
+    for rescored, i, difference, gap in _deviations(scores, first, end, judges_draws=tolerance.judges_draws):
+        if found := _wild_token(rescored, i, difference, gap, tolerance):
+            return found
+        num_tokens += 1
+        beyond_logprob += difference > tolerance.logprob
+        beyond_draw += gap > tolerance.draw_gap
+        beyond_typical += difference > tolerance.typical
     name = scores[0].name if scores else "nothing"
     return _decided(f"trajectory {name}", num_tokens, beyond_logprob, beyond_draw, beyond_typical, tolerance)
 
@@ -175,6 +169,19 @@ def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> Veri
 def violation(sentence: str) -> VerificationResult:
     """Return the result for a report that violates a rule of `checks.py`."""
     return VerificationResult(CheckOutcome.BAD, sentence, "report")
+
+
+def _deviations(
+    scores: Iterable[Rescored], first: int, end: float, *, judges_draws: bool
+) -> Iterator[tuple[Rescored, int, float, float]]:
+    """Yield (rescored, index of the token, logprob difference, gap) for each token at the positions `first` … `end` −
+    1. Difference and gap are scaled by the temperature."""
+    for rescored in scores:
+        scale = _scale(rescored.temperature)
+        for i, place in enumerate(rescored.places):
+            if first <= place < end:
+                difference = scale * abs(rescored.behavior_logprobs[i] - rescored.logprobs[i])
+                yield rescored, i, difference, scale * _gap(rescored, i, judges_draws=judges_draws)
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
@@ -280,21 +287,16 @@ class Calibration:
         self._random = random.Random(0)
 
     def observe(
-        self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: int | None = None
+        self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: float = math.inf
     ) -> None:
-        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1. Without `end`, add all
-        tokens from `first` on."""
+        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
-        for rescored in scores:
-            scale = _scale(rescored.temperature)
-            for i, (behavior, logprob) in enumerate(zip(rescored.behavior_logprobs, rescored.logprobs, strict=True)):
-                if rescored.places[i] < first or (end is not None and rescored.places[i] >= end):
-                    continue
-                ratio = logprob - behavior
-                seen.sum_mismatch += math.expm1(min(ratio, 50.0)) - ratio
-                seen.num_tokens += 1
-                self._keep(seen, scale * abs(ratio), scale * _gap(rescored, i, judges_draws=judges_draws))
+        for rescored, i, difference, gap in _deviations(scores, first, end, judges_draws=judges_draws):
+            ratio = rescored.logprobs[i] - rescored.behavior_logprobs[i]
+            seen.sum_mismatch += math.expm1(min(ratio, 50.0)) - ratio
+            seen.num_tokens += 1
+            self._keep(seen, difference, gap)
 
     def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
         # reservoir sampling: every observed token is in the sample with the same probability

@@ -89,14 +89,11 @@ class EngineDriver:
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:
         """Switch to another version, and return the reports of tokens of the old version."""
         carried: list[int] = []
-        reports: list[FromWorker] = []
         if self._resumes:
-            kept = self._leases.keys() - self._aborting
-            carried = [number for number in self._leases if number in kept and not self._leases[number].is_exact]
-            for number in carried:
-                self._engine.abort(number)
-            if carried:
-                reports = self._release_leases(set(carried))
+            carried = [n for n, lease in self._leases.items() if n not in self._aborting and not lease.is_exact]
+        for number in carried:
+            self._engine.abort(number)
+        reports = self._taken(self._engine.step(), frozenset(carried)) if carried else []
         self._engine.load_weights(tensors, version)
         for number in carried:
             if number in self._leases:
@@ -111,25 +108,18 @@ class EngineDriver:
             lease = msgspec.structs.replace(lease, version=lease.version if lease.is_exact else number, is_exact=True)
         self._engine.submit(lease)
 
-    def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Return the reports of aborted leases. carried: leases that this worker will resume. Their reports do not say
-        that the lease is aborted."""
-        reports: list[FromWorker] = []
-        for said in self._engine.step():
-            if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:
-                said = msgspec.structs.replace(said, is_aborted=False)
-                if not said.segments:
-                    continue
-            reports.append(said)
-        return self._taken(reports)
-
-    def _taken(self, messages: list[FromWorker]) -> list[FromWorker]:
-        """Add reported tokens to the leases, and omit messages about discarded leases."""
+    def _taken(self, messages: list[FromWorker], carried: frozenset[int] = frozenset()) -> list[FromWorker]:
+        """Add reported tokens to the leases, and omit messages about discarded leases. carried: aborted leases that
+        this worker will resume, so their reports must not say that the lease is aborted."""
         found = []
         for message in messages:
             lease = self._leases.get(message.lease_id)
             if lease is None:
                 continue
+            if isinstance(message, Report) and message.is_aborted and message.lease_id in carried:
+                message = msgspec.structs.replace(message, is_aborted=False)
+                if not message.segments:
+                    continue
             found.append(message)
             if ends_lease(message):
                 del self._leases[message.lease_id]
@@ -141,24 +131,22 @@ class EngineDriver:
 
 
 class EngineThread:
-    """Runs a driver in a separate thread. Actions are submitted with `do` and run between two tokens."""
+    """Creates a driver and runs it in a separate thread. Actions are submitted with `do` and run between two tokens."""
 
     def __init__(
         self,
+        make_driver: Callable[[], EngineDriver],
         on_reports: Callable[[list[FromWorker], EngineStats], object],
         on_fault: Callable[[Exception], object],
         report_every_s: float,
     ) -> None:
-        """`on_reports` and `on_fault` are called in the engine's thread."""
-        self.driver: EngineDriver | None = None
-        """The driver; None until an action has created it. Only actions use it."""
-        self.report_every_s = report_every_s
-        self._on_reports, self._on_fault = on_reports, on_fault
-        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._drive, name="engine", daemon=True)
+        """All functions are called in the engine's thread."""
+        self._on_reports, self._on_fault, self._report_every_s = on_reports, on_fault, report_every_s
+        self._actions: SimpleQueue[Callable[[EngineDriver], object] | None] = SimpleQueue()
+        self._thread = Thread(target=self._drive, args=([make_driver],), name="engine", daemon=True)
         self._thread.start()
 
-    def do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[EngineDriver], object]) -> None:
         """Submit an action to the engine's thread, which runs all actions in the order of their submission."""
         self._actions.put(action)
 
@@ -167,20 +155,16 @@ class EngineThread:
         self._actions.put(None)
         self._thread.join(timeout_s)
 
-    def report(self, reports: list[FromWorker]) -> None:
-        """Pass reports to `on_reports`. Called by actions."""
-        if reports and self.driver is not None:
-            self._on_reports(reports, self.driver.stats)
-
-    def _drive(self) -> None:
+    def _drive(self, makers: list[Callable[[], EngineDriver]]) -> None:
+        driver = None
         try:
+            driver = makers.pop()()  # not kept, so that the model's files are freed
             flushed_s = time.monotonic()
-            while self._act():
-                driver = self.driver
-                if driver is None or not driver.is_busy:
+            while self._act(driver):
+                if not driver.is_busy:
                     continue
                 reports = driver.step()
-                if time.monotonic() - flushed_s >= self.report_every_s:
+                if time.monotonic() - flushed_s >= self._report_every_s:
                     reports += driver.flush()
                     flushed_s = time.monotonic()
                 if reports:
@@ -188,17 +172,16 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001  # any error must reach the network thread
             self._on_fault(error)
         finally:
-            if self.driver is not None:
-                self.driver.close()
+            if driver is not None:
+                driver.close()
 
-    def _act(self) -> bool:
+    def _act(self, driver: EngineDriver) -> bool:
         """Run the submitted actions. Wait for an action only if no lease is running. Return False after `close`."""
         while True:
-            is_idle = self.driver is None or not self.driver.is_busy
             try:
-                action = self._actions.get(block=is_idle)
+                action = self._actions.get(block=not driver.is_busy)
             except Empty:
                 return True
             if action is None:
                 return False
-            action()
+            action(driver)

@@ -84,7 +84,6 @@ class Outbox:
         self._unconfirmed.clear()
 
     def again(self) -> list[Report]:
-        """Return the unconfirmed reports, which are sent again after a reconnection."""
         return [report for reports in self._unconfirmed.values() for report in reports]
 
 
@@ -191,7 +190,9 @@ class WorkerSession:
         return ()
 
     def _welcomed(self, welcome: messages.Welcome) -> Sequence[Command]:
-        messages.check_protocol(welcome)
+        if welcome.protocol != messages.PROTOCOL:
+            both = f"the hub uses protocol {welcome.protocol} and this worker {messages.PROTOCOL}"
+            raise UserError(f"{both}: install the same version of Baton")
         known, self.welcome, self.is_welcomed = self.welcome, welcome, True
         is_new_hub = self._incarnation not in (None, welcome.incarnation)
         if is_new_hub:

@@ -41,7 +41,6 @@ class WeightsUpdater:
         self.fetched_bytes = 0
 
     async def fetch_tensors(self, version: PolicyVersion) -> Mapping[str, Any]:
-        """Fetch and return the tensors of a version."""
         call = partial(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
         return await in_thread(call, timeout_s=FETCH_DEADLINE_S + 60.0, who="a source of weights")
 

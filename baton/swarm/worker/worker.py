@@ -145,15 +145,10 @@ class SwarmWorker:
         if is_awake is not None:
             (self._is_awake.set if is_awake else self._is_awake.clear)()
             self._on_weights(vs.SleepChanged(self._loop.time(), not is_awake))
-        held, engine = [0], self._engine
-        if engine is None:  # it is not built before `wake_up`
+        if self._engine is None:  # it is not built before `wake_up`
             return 0
-
-        def act() -> None:
-            if engine.driver is not None:
-                held.append(engine.driver.use_device(is_awake))
-
-        await self._done_by(engine, act)
+        held = [0]
+        await self._done_by(self._engine, lambda driver: held.append(driver.use_device(is_awake)))
         self._check_engine()
         return held[-1]
 
@@ -178,12 +173,9 @@ class SwarmWorker:
         async with socket:
             connection = HubConnection(socket)
             commands = await self._receive(connection)
-            tasks: list[asyncio.Task[Any]] = [
-                asyncio.create_task(connection.send_all()),
-                asyncio.create_task(self._beat(connection)),
-            ]
             self._connection = connection
-            tasks.append(asyncio.create_task(self._listen(connection, commands)))
+            loops = (connection.send_all(), self._beat(connection), self._listen(connection, commands))
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each) for each in loops]
             leaving: asyncio.Task[Any] = asyncio.create_task(self._is_leaving.wait())
             try:
                 await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -230,17 +222,16 @@ class SwarmWorker:
 
     async def _leave_hub(self, connection: HubConnection) -> None:
         """Report all tokens, discard all leases, and send everything queued."""
-        engine = self._engine
-        if engine is not None and engine.driver is not None:
-            driver = engine.driver
+        if self._engine is None or not self.session.is_ready:
+            return  # the hub accepts no Leaving before Hello
 
-            def report_and_drop() -> None:
-                engine.report(driver.flush())
-                driver.drop_all()
+        def report_and_drop(driver: EngineDriver) -> None:
+            self._pass_reports(driver.flush(), driver.stats)
+            driver.drop_all()
 
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GOODBYE_S):
-                    await self._done_by(engine, report_and_drop)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._done_by(self._engine, report_and_drop)
         connection.send(messages.Leaving())
         await connection.drain()
 
@@ -285,10 +276,10 @@ class SwarmWorker:
         self._run_commands(self.session.handle(event))
 
     async def _prepare(self, prepare: Prepare) -> None:
-        welcome, known = prepare.welcome, self._engine
-        if known is not None:
+        welcome = prepare.welcome
+        if self._engine is not None:
             if prepare.is_new_hub:
-                await self._done_by(known, lambda: None if known.driver is None else known.driver.drop_all())
+                await self._done_by(self._engine, EngineDriver.drop_all)
             return
         packed = await fetch_model(self._http, self._options.url, self._options.token, welcome.model_digest)
         base = None
@@ -296,28 +287,28 @@ class SwarmWorker:
             self._options.say("fetching the base model")
             base = await self._updater.fetch_tensors(welcome.base)
         await self._is_awake.wait()
-        engine = EngineThread(
-            lambda reports, stats: self._loop.call_soon_threadsafe(self._take_reports, reports, stats),
+
+        def make_driver() -> EngineDriver:
+            with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
+                unpack_model(packed, Path(directory))
+                return EngineDriver(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
+
+        self._engine = EngineThread(
+            make_driver,
+            self._pass_reports,
             lambda error: self._loop.call_soon_threadsafe(self._take_fault, error),
             welcome.report_every_s,
         )
-
-        def build() -> None:
-            with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
-                unpack_model(packed, Path(directory))
-                engine.driver = EngineDriver(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
-
-        self._engine = engine
-        await self._done_by(engine, build)
+        await self._done_by(self._engine, lambda driver: None)
         self._check_engine()
         self._options.say(f"ready: {welcome.run}")
 
-    async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
+    async def _done_by(self, engine: EngineThread, action: Callable[[EngineDriver], object]) -> None:
         """Run an action in the engine's thread, and wait until the action is done or the engine has failed."""
         done = asyncio.Event()
 
-        def act() -> None:
-            action()
+        def act(driver: EngineDriver) -> None:
+            action(driver)
             self._loop.call_soon_threadsafe(done.set)
 
         engine.do(act)
@@ -329,14 +320,12 @@ class SwarmWorker:
     # ---- the engine --------------------------------------------------------------------------------------------------
 
     def _act_on_engine(self, action: Callable[..., None], *arguments: object) -> None:
-        engine = self._engine
-        if engine is not None:
+        if self._engine is not None:
+            self._engine.do(lambda driver: action(driver, *arguments))
 
-            def act() -> None:
-                assert engine.driver is not None, "the engine is used before it is built"
-                action(engine.driver, *arguments)
-
-            engine.do(act)
+    def _pass_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
+        """Pass reports to the event loop. Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._take_reports, reports, stats)
 
     def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
         self.session.stats = stats
@@ -348,12 +337,10 @@ class SwarmWorker:
             self._connection.send(fault_of(error))
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
-        engine = self._engine
-        assert engine is not None, "a version is activated before the engine exists"
+        assert self._engine is not None, "a version is activated before the engine exists"
 
-        def act() -> None:
-            assert engine.driver is not None, "a version is activated before the engine is built"
-            engine.report(engine.driver.switch(tensors, version))
+        def switch(driver: EngineDriver) -> None:
+            self._pass_reports(driver.switch(tensors, version), driver.stats)
             self._loop.call_soon_threadsafe(lambda: self._on_weights(vs.Activated(self._loop.time(), version)))
 
-        engine.do(act)
+        self._engine.do(switch)
