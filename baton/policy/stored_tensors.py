@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import str_to_torch_dtype
 
 from baton.files import writing
 from baton.policy.digest import Identity, identity_digest
@@ -33,25 +34,8 @@ from baton.policy.tensors import dtype_name, identity, policy_tensors
 
 MAX_FILE_BYTES = 50 * 10**9
 """Largest size of a model file; a larger model has several files and an index, as transformers writes them."""
-SAFETENSORS_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+SAFETENSORS_NAMES = {dtype_name(dtype): name for name, dtype in str_to_torch_dtype.items()}
 """dtype → its name in safetensors files."""
-_DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in SAFETENSORS_NAMES.items()}
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
 torch.distributed.checkpoint."""
@@ -146,7 +130,7 @@ class StoredTensors:
     def whole(self, name: str) -> torch.Tensor:
         """Read a whole tensor into host memory."""
         source = self._pieces[name][0][1]()
-        dtype = source.dtype if isinstance(source, torch.Tensor) else _DTYPES[source.get_dtype()]
+        dtype = source.dtype if isinstance(source, torch.Tensor) else str_to_torch_dtype[source.get_dtype()]
         found = torch.empty(self.shapes[name], dtype=dtype)
         self.fill(name, found)
         return found
