@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
@@ -36,6 +37,7 @@ MAX_FILE_BYTES = 50 * 10**9
 """Largest size of a model file; a larger model has several files and an index, as transformers writes them."""
 SAFETENSORS_NAMES = {dtype_name(dtype): name for name, dtype in str_to_torch_dtype.items()}
 """dtype → its name in safetensors files."""
+_INDEX = "model.safetensors.index.json"
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
 torch.distributed.checkpoint."""
@@ -221,28 +223,37 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
     return StoredPiece(name, tuple(box), tuple(kept)) if len(kept) == part.ndim else None
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Return the index of a model's files: name of a tensor → name of its file. The result is empty if there is no
+    index. Raises ValueError for a damaged index."""
+    path = directory / _INDEX
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map if path.is_file() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not an index of weight files; copy or download the model again") from error
+
+
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
     """Return the tensors of a model's files, keyed by their names in the model.
 
     Returns None if the files lack a tensor that `file_layout` names. With `is_exact`, returns None also if the files
-    have further tensors. Raises SafetensorError for a damaged file.
+    have further tensors. Raises SafetensorError for a damaged file, and ValueError for a damaged index.
     """
-    layout, index = file_layout(model), directory / "model.safetensors.index.json"
-    if index.is_file():
-        where = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    elif (directory / "model.safetensors").is_file():
-        single: Any = safe_open(directory / "model.safetensors", framework="pt")
-        where = dict.fromkeys(single.keys(), directory / "model.safetensors")
-    else:
-        return None
-    if layout is None:
+    opened, single = _opener(), directory / "model.safetensors"
+    where = read_index(directory)
+    if not where and single.is_file():
+        where = dict.fromkeys(opened(single).keys(), single.name)
+    if (layout := file_layout(model)) is None:
         return None
     wanted = {piece.name for piece in chain(*layout.values())}
     if not wanted <= where.keys() or (is_exact and wanted != where.keys()):
         return None
-    opened = _opener()
     found = {
-        name: [(piece, partial(_slices, opened, where[piece.name], piece.name)) for piece in pieces]
+        name: [(piece, partial(_slices, opened, directory / where[piece.name], piece.name)) for piece in pieces]
         for name, pieces in layout.items()
     }
     fits = all(tuple(source().get_shape()) == piece.shape for piece, source in chain(*found.values()))
@@ -342,7 +353,7 @@ def model_files(
     if len(groups) > 1:
         names = [f"model-{place:05}-of-{len(groups):05}.safetensors" for place in range(1, len(groups) + 1)]
         where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        index = directory / "model.safetensors.index.json"
+        index = directory / _INDEX
         with writing(index):
             index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
     with ExitStack() as opened:
