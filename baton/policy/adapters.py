@@ -69,10 +69,8 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
     """Replace adapters on the meta device by float32 adapters that PEFT creates on the CPU."""
     torch.manual_seed(seed)
     device = model.device
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    layers: list[Any] = [module for module in model.modules() if _NAME in getattr(module, "lora_A", ())]
     for module in layers:
-        if _NAME not in module.lora_A:
-            continue
         for side in (module.lora_A, module.lora_B):
             side[_NAME] = torch.nn.Linear(side[_NAME].in_features, side[_NAME].out_features, bias=False)
         module.reset_lora_parameters(_NAME, init_lora_weights=True)
@@ -86,12 +84,8 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates.
     Fused experts are left out, because they are not `torch.nn.Linear`."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    found = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
-    return sorted(found)
+    layers = (name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head)
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
