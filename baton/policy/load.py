@@ -166,8 +166,7 @@ def _warn_once(text: str) -> None:
 
 
 def save_configuration(model: PreTrainedModel, directory: Path) -> None:
-    """Write a model's configuration with the dtype float32, because checkpoints store float32 weights."""
-    model.config.dtype, model.config.architectures = "float32", [type(model).__name__]
+    """Write a model's configuration and generation config."""
     model.config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
@@ -175,9 +174,7 @@ def save_configuration(model: PreTrainedModel, directory: Path) -> None:
 
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a model's configuration and its tokenizer, without weights."""
-    model.config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+    save_configuration(model, directory)
     tokenizer.hf.save_pretrained(directory)
 
 
