@@ -16,12 +16,13 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
-from baton.errors import Damaged, EngineFault, UserError
+from baton.errors import Damaged, EngineFault, UserError, first_line
 from baton.policy.settings import LoraSettings
 from baton.policy.stages import all_tensors
 
@@ -126,27 +127,37 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the checkpoint has no
-    adapter."""
+    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the adapter is missing
+    or damaged."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged: {error}") from error
     return {
         name.removeprefix("base_model.model.")
         .replace(_A, f".lora_A.{_NAME}.weight")
         .replace(_B, f".lora_B.{_NAME}.weight"): tensor
-        for name, tensor in load_file(file).items()
+        for name, tensor in tensors.items()
     }
 
 
 def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Merge a checkpoint's adapter into its base model, and return the merged model."""
+    """Merge a checkpoint's adapter into its base model, and return the merged model. Raises UserError if PEFT or the
+    adapter is missing, or if the adapter is damaged or does not fit the base model."""
     _check_peft()
     from peft import PeftModel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # warnings about PEFT's own use of another library
-        merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+        try:
+            merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"model.path: the adapter in '{directory}' could not be loaded: {first_line(error)}"
+            ) from error
     return merged
 
 
