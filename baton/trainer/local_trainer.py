@@ -154,8 +154,8 @@ class LocalTrainer(Trainer):
         self._offload = Offload(model.device, (model, reference, critic), optimizers)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
-        """Number of updates that a diverged train step applied before it failed. If above 0, the weights belong to no
-        version, and the next call must be `restore`."""
+        """Number of updates that a failed train step applied. If above 0, the weights belong to no version, and the
+        next call must be `restore`."""
         self._has_agreed = False  # whether engine and trainer have agreed in a train step
         self._peak_tokens = 0
         """Tokens, including padding, of the largest microbatch so far."""
@@ -206,7 +206,7 @@ class LocalTrainer(Trainer):
         for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
-        self._check_not_diverged()
+        self._check_not_failed()
         assert batch.step == start.number + 1, f"got the batch of train step {batch.step} at version {start.number}"
         rate = learning_rate(
             batch.step,
@@ -230,10 +230,12 @@ class LocalTrainer(Trainer):
             for _ in range(algorithm.num_epochs):
                 for part, fixed in zip(parts, prepared, strict=True):
                     update.run(part, fixed)
-        except TrainingDiverged as error:
+        except Exception as error:
             for learner in self.learners:
                 learner.optimizer.zero_grad()
             self._num_applied = len(totals.grad_norms)
+            if not isinstance(error, TrainingDiverged):
+                raise
             state = f"the weights are still those of version {start.number}"
             if self._num_applied:
                 state = (
@@ -258,8 +260,8 @@ class LocalTrainer(Trainer):
             self._alarms.watch(metrics)
         return metrics
 
-    def _check_not_diverged(self) -> None:
-        assert not self._num_applied, "a step diverged after some of its updates: restore a checkpoint first"
+    def _check_not_failed(self) -> None:
+        assert not self._num_applied, "a train step failed after some of its updates: restore a checkpoint first"
 
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
@@ -296,7 +298,7 @@ class LocalTrainer(Trainer):
         tensors = as_published(tensors, dtypes)
         if self.takes_digests:
             self._stamp(weights_digest(tensors))
-        self._check_not_diverged()
+        self._check_not_failed()
         return PublishedWeights(self._version, tensors)
 
     def stream(self, bucket_bytes: int) -> VersionStream:
@@ -352,7 +354,7 @@ class LocalTrainer(Trainer):
 
     def _stamp(self, digest: str) -> None:
         """Set the version's digest on every rank to that of the first rank: only this rank gathers all weights."""
-        self._check_not_diverged()
+        self._check_not_failed()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
