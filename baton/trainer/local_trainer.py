@@ -56,7 +56,7 @@ from baton.trainer.model_setup import (
     trade_time_and_memory,
 )
 from baton.trainer.offload import Offload
-from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
+from baton.trainer.optimizer import Schedule, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
@@ -109,7 +109,8 @@ class LocalTrainer(Trainer):
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
-        check_schedule("trainer", warmup_steps=settings.warmup_steps, decay=settings.decay, total_steps=total_steps)
+        self._schedule = Schedule(settings.warmup_steps, settings.decay, total_steps, settings.min_lr_frac)
+        self._schedule.check("trainer")
         for name, parameter in model.named_parameters():
             is_exact = parameter.dtype is torch.float32 or lora is not None
             assert is_exact, f"master weights must be float32, but {name} is {parameter.dtype}"
@@ -130,8 +131,7 @@ class LocalTrainer(Trainer):
         is_packed = fit_attention(model, trunk, reference, settings, self._parallel)
         can_share = fit_sharing(model, trunk, reference, settings)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
-        self._total_steps, self._version = total_steps, version
-        self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
+        self._version, self._max_new_tokens, self._max_staleness = version, max_new_tokens, max_staleness
         # `find_head` runs a forward pass, which routing replay must not record, so replay is set up later. The
         # forward pass uses autocast only if parameters may be bfloat16: if the model has adapters, or if ranks gather
         # parameters in the compute dtype.
@@ -205,17 +205,10 @@ class LocalTrainer(Trainer):
         next call must be `restore`. Raises UserError for a group that is too small for the algorithm, and EngineFault
         for a logprob that is not finite.
         """
-        settings, algorithm, start = self._settings, self._algorithm, self._version
+        algorithm, start = self._algorithm, self._version
         self._check_not_failed()
         assert batch.step == start.number + 1, f"got the batch of train step {batch.step} at version {start.number}"
-        rate = learning_rate(
-            batch.step,
-            lr=1.0,
-            warmup_steps=settings.warmup_steps,
-            decay=settings.decay,
-            total_steps=self._total_steps,
-            min_lr_frac=settings.min_lr_frac,
-        )
+        rate = self._schedule.learning_rate(batch.step, 1.0)
         for learner in self.learners:
             set_learning_rate(learner.optimizer, learner.lr * rate)
         oldest = 0 if self._max_staleness is None else max(0, start.number - self._max_staleness)
