@@ -104,7 +104,9 @@ class Update:
         if the mismatch of engine and trainer exceeds its error limit."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
-        shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
+        divided_by = divisor(part.num_episodes, part.num_trained_tokens, algorithm.aggregation, self.longest)
+        shape = LossShape(algorithm.clip_low, algorithm.clip_high, algorithm.aggregation, divided_by)
+        correction = correction_shape(algorithm, at_start, parallel.all_of)
         elsewhere = self._elsewhere(part, prepared, shape, correction)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
@@ -167,15 +169,6 @@ class Update:
                 own.append(row_sums.own_sums)
             found = sums_elsewhere(part.rows, [one.micro for one in prepared], own, self.passes.parallel)
         return found
-
-    def _shape(self, part: MiniBatch) -> LossShape:
-        algorithm = self.passes.algorithm
-        return LossShape(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            aggregation=algorithm.aggregation,
-            divisor=divisor(part.num_episodes, part.num_trained_tokens, algorithm.aggregation, self.longest),
-        )
 
     def _policy_loss(
         self,
