@@ -13,13 +13,7 @@ from baton.errors import Suspect, TrainingDiverged
 from baton.policy.logprobs import TokenScores
 from baton.trainer.alarms import excessive_mismatch
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.corrections import (
-    CORRECTIONS,
-    CorrectionShape,
-    behavior_distance,
-    correction_shape,
-    row_distances,
-)
+from baton.trainer.corrections import CORRECTIONS, BehaviorDistance, CorrectionShape, correction_shape, row_distances
 from baton.trainer.critic import Critic, value_loss, value_sums
 from baton.trainer.forward import Passes
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
@@ -186,7 +180,6 @@ class Update:
         # Without proximal logprobs, only the first update compares engine and trainer at equal weights.
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
-        distance = behavior_distance(inputs, is_current)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
         if each.fixed.reference_logprobs is not None:
@@ -215,7 +208,7 @@ class Update:
         # An idle microbatch (filler for a rank with fewer rows) counts too, because a forward pass computes its tokens.
         num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
         rows = row_distances(inputs, is_current)
-        value, of_rows = self.totals.add(sums, distance, rows, num_tokens=num_tokens, num_places=num_places)
+        value, of_rows = self.totals.add(sums, rows, num_tokens=num_tokens, num_places=num_places)
         is_compared = algorithm.num_updates > 1 and each.fixed.proximal_logprobs is not None  # by `compare`
         if not self.totals.grad_norms and not is_compared:
             self.compared.append((micro, of_rows))
@@ -252,14 +245,15 @@ class Update:
     def _raise_if_diverged(self) -> None:
         rows = []
         for micro, distances in self.compared:
-            for row, (current, mismatch, max_diff, place) in zip(micro.rows, distances, strict=False):
-                if current:
+            for row, (*numbers, place) in zip(micro.rows, distances, strict=False):
+                found = BehaviorDistance(*numbers)
+                if found.current:
                     token = int(place) + micro.inputs.first - row.prompt_length
-                    rows.append((Suspect(row.name, row.path, token), current, mismatch, max_diff))
+                    rows.append((Suspect(row.name, row.path, token), found.current, found.mismatch, found.max_diff))
         self.compared.clear()
-        found = excessive_mismatch(rows, self.passes.settings, has_agreed=self.has_agreed)
-        if self.trouble is None and found is not None:
-            self.trouble = f"train step {self.step}: {found}"
+        text = excessive_mismatch(rows, self.passes.settings, has_agreed=self.has_agreed)
+        if self.trouble is None and text is not None:
+            self.trouble = f"train step {self.step}: {text}"
         if trouble := self.passes.parallel.agreed(self.trouble):
             raise TrainingDiverged(trouble)
 
