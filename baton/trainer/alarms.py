@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import gt, lt
 
 from baton.errors import Suspect
 from baton.trainer.algorithm import AlgorithmSettings
@@ -16,12 +17,10 @@ MIN_ESS = 0.5
 MAX_MASKED_FRAC = 0.5
 """The run warns if more than this fraction of the tokens is too old to be trained."""
 
-
 CAUSE = (
     "engine and trainer compute different logprobs from equal weights; to find the cause, compute both in float32 "
     "(engine.dtype, trainer.dtype)"
 )
-
 
 MAX_SUSPECTS = 20
 """Maximum number of trajectories that an error names; more would not fit into `MAX_TEXT`."""
@@ -62,36 +61,32 @@ class Alarms:
     """Logs one warning each time a metric crosses its threshold."""
 
     def __init__(self, algorithm: AlgorithmSettings, settings: TrainerSettings) -> None:
-        self._correction, self._settings = algorithm.correction, settings
+        kl_limit, diff_limit = settings.max_mismatch_kl[0], settings.max_logprob_diff[0]
+        self._checks: dict[str, tuple[Callable[[float, float], bool], float, str]] = {
+            "policy/mismatch_kl": (gt, kl_limit, f"is {{:.3g}} nats per token, above {kl_limit:g}: {CAUSE}"),
+            "policy/logprob_diff_max": (gt, diff_limit, f"is {{:.3g}} nats, above {diff_limit:g}: {CAUSE}"),
+            "policy/ess": (
+                lt,
+                MIN_ESS,
+                f"(effective sample size per trained token) is {{:.2f}}, below {MIN_ESS}: the policy differs too much "
+                f"from the policy that sampled this batch (algorithm.correction = {algorithm.correction!r}); lower "
+                "rollout.max_staleness or the learning rate",
+            ),
+            "staleness/masked_frac": (
+                gt,
+                MAX_MASKED_FRAC,
+                f"is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; raise "
+                "rollout.max_staleness or lower rollout.overprovision",
+            ),
+        }
+        """Name of a metric → the comparison with a limit that causes a warning, the limit, and the text."""
         self._is_on: set[str] = set()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        kl_limit, diff_limit = self._settings.max_mismatch_kl[0], self._settings.max_logprob_diff[0]
-        checks: dict[str, tuple[Callable[[float], bool], str]] = {
-            "policy/mismatch_kl": (
-                lambda value: value > kl_limit,
-                f"policy/mismatch_kl is {{:.3g}} nats per token, above {kl_limit:g}: {CAUSE}",
-            ),
-            "policy/logprob_diff_max": (
-                lambda value: value > diff_limit,
-                f"policy/logprob_diff_max is {{:.3g}} nats, above {diff_limit:g}: {CAUSE}",
-            ),
-            "policy/ess": (
-                lambda value: value < MIN_ESS,
-                f"policy/ess (effective sample size per trained token) is {{:.2f}}, below {MIN_ESS}: the policy "
-                "differs too much from the policy that sampled this batch (algorithm.correction = "
-                f"{self._correction!r}); lower rollout.max_staleness or the learning rate",
-            ),
-            "staleness/masked_frac": (
-                lambda value: value > MAX_MASKED_FRAC,
-                f"staleness/masked_frac is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; "
-                "raise rollout.max_staleness or lower rollout.overprovision",
-            ),
-        }
-        for name, (is_bad, sentence) in checks.items():
-            value = metrics.get(name)
-            if value is None or not is_bad(value):
+        for name, (is_beyond, limit, text) in self._checks.items():
+            value = metrics.get(name, limit)
+            if not is_beyond(value, limit):
                 self._is_on.discard(name)
             elif name not in self._is_on:
                 self._is_on.add(name)
-                logger.warning(sentence.format(value))
+                logger.warning(f"{name} {text.format(value)}")
