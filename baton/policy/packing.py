@@ -108,13 +108,14 @@ def concatenated(
     return PackedTokens(ids_T, positions_T, places_BS[is_scored_BS], before_BS[is_scored_BS], ends_R, tuple(shapes))
 
 
-def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """If the model uses SDPA, replace its attention function by `_attend`, which computes attention only within each
-    packed row. Passes over padded rows are unaffected."""
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(PACKED, _attend)
-        AttentionMaskInterface.register(PACKED, sdpa_mask)
-        model.set_attn_implementation(PACKED)
+def prefer_packed_attention(*models: PreTrainedModel | None) -> None:
+    """Replace the attention function of those models that use SDPA by `_attend`, which computes attention only within
+    each packed row. Passes over padded rows are unaffected."""
+    AttentionInterface.register(PACKED, _attend)
+    AttentionMaskInterface.register(PACKED, sdpa_mask)
+    for model in models:
+        if model is not None and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(PACKED)
 
 
 def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.Tensor:

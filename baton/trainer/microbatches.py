@@ -344,20 +344,20 @@ def pad(
         padded += [[0] * (width - first)] * (num_rows - len(chunk))
         return torch.tensor(padded, dtype=dtype)
 
-    def trained(values: Sequence[float], row: TrainingSample) -> list[float]:
-        return [v if t else 0 for v, t in zip(values, row.is_trained, strict=True)]
-
     lists = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
     lists += [[PAD_ID] * width] * (num_rows - len(chunk))
     ids_BS, policy_mask = torch.tensor(lists, dtype=torch.int64), laid(lambda row: row.is_policy, torch.bool)
+    is_trained = laid(lambda row: row.is_trained, torch.bool)
+    logprobs = laid(lambda row: row.behavior_logprobs, torch.float32).masked_fill(~is_trained, 0)
+    versions = laid(lambda row: row.policy_versions, torch.int64).masked_fill(~is_trained, 0)
+    num_trained = torch.tensor([row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64)
     prompt_lengths, lengths = tuple(row.prompt_length for row in chunk), tuple(len(row.token_ids) for row in chunk)
     shares = tuple(len(list(rows)) for _, rows in groupby(chunk, key=prompt_of)) if shares_prompts else ()
     packed = None
     if is_packed or shares_prompts:
         scored = torch.nn.functional.pad(policy_mask, (first, 0))[: len(chunk)]
-        packed = concatenated(ids_BS[: len(chunk)], scored, prompt_lengths, lengths, shares, math.prod(multiples)).to(
-            device
-        )
+        tokens = concatenated(ids_BS[: len(chunk)], scored, prompt_lengths, lengths, shares, math.prod(multiples))
+        packed = tokens.to(device)
     found = MicroBatch(
         rows=tuple(chunk),
         inputs=ModelInputs(
@@ -372,13 +372,10 @@ def pad(
             packed,
             tuple(mask for row in chunk for mask in row.kept),
         ),
-        mask=sent(laid(lambda row: row.is_trained, torch.bool), device),
-        episode_tokens=sent(
-            torch.tensor([row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64),
-            device,
-        ),
-        behavior_logprobs=sent(laid(lambda row: trained(row.behavior_logprobs, row), torch.float32), device),
-        policy_versions=sent(laid(lambda row: trained(row.policy_versions, row), torch.int64), device),
+        mask=sent(is_trained, device),
+        episode_tokens=sent(num_trained, device),
+        behavior_logprobs=sent(logprobs, device),
+        policy_versions=sent(versions, device),
         advantages=torch.zeros((num_rows, width - first), dtype=torch.float32, device=device),
         has_gradient=has_gradient,
     )

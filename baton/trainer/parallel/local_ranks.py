@@ -81,9 +81,9 @@ class LocalRanks:
         """Return the path itself: ranks and caller share the file system."""
         return Path(path)
 
-    def close(self, grace_s: float = 2.0) -> None:
-        """Close the sockets, and kill ranks that have not exited after `grace_s`. Idempotent."""
-        end_children(self._sockets, self._processes, grace_s=grace_s)
+    def close(self) -> None:
+        """Close the sockets, and kill ranks that have not exited after 2 s. Idempotent."""
+        end_children(self._sockets, self._processes, grace_s=2.0)
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
 

@@ -194,7 +194,7 @@ class RankServer:
         try:
             return messages.Sending(begin())
         except Exception as error:  # noqa: BLE001  # of a communicator: sockets, NCCL, vLLM
-            return messages.Sending({}, first_line(error) or type(error).__name__)
+            return messages.Sending({}, first_line(error))
 
     def _publish(self) -> messages.Published:
         path = Path()
