@@ -198,12 +198,7 @@ class LocalTrainer(Trainer):
 
         A metric per token is a mean over the trained tokens for which the updates computed logprobs. It is absent if
         there are no such tokens. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens
-        that the trainer's current version sampled, if the batch has such tokens.
-
-        If the loss or gradient of an update is not finite, or the mismatch of engine and trainer exceeds its error
-        limit, raises TrainingDiverged and does not apply this update. If the step failed after its first update, the
-        next call must be `restore`. Raises UserError for a group that is too small for the algorithm, and EngineFault
-        for a logprob that is not finite.
+        that the trainer's current version sampled, if the batch has such tokens. Raises the errors of `Trainer.step`.
         """
         algorithm, start = self._algorithm, self._version
         self._check_not_failed()

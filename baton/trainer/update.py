@@ -94,8 +94,8 @@ class Update:
         self._raise_if_diverged()
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Perform one update. Raises TrainingDiverged, before the weights change, if loss or gradient is not finite, or
-        if the mismatch of engine and trainer exceeds its error limit."""
+        """Perform one update. Raises TrainingDiverged, before the weights change, if loss or gradient of any rank is
+        not finite, or if the mismatch of engine and trainer exceeds its error limit."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
         divided_by = divisor(part.num_episodes, part.num_trained_tokens, algorithm.aggregation, self.longest)
@@ -130,7 +130,7 @@ class Update:
         shapes = [self.passes.hidden_shape(each.micro.inputs) for each in prepared]
         parallel.pipeline.run(shapes, num_backward, forward, backward)
         parallel.after_backward()
-        self._move(part, has_gradient=num_backward > 0)
+        self._step_optimizers(part, has_gradient=num_backward > 0)
         self.totals.losses.append(policy_sum)
         if critic is not None:
             self.totals.value_losses.append(value_sum)
@@ -223,9 +223,8 @@ class Update:
         self.totals.add_values(value_sums(is_clipped, old, returns, mask))
         return loss
 
-    def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
-        """Clip the gradients and step the optimisers. Raises TrainingDiverged if any rank found a number that is not
-        finite, or a mismatch above the error limits."""
+    def _step_optimizers(self, part: MiniBatch, *, has_gradient: bool) -> None:
+        """Clip the gradients and step the optimisers, unless the update has diverged."""
         norms, parallel = [], self.passes.parallel
         for learner in self.learners:
             if not has_gradient:

@@ -247,14 +247,13 @@ class RankGroup(SingleRank):
         return [each[:length] for each, length in zip(found, lengths, strict=True)]
 
     def agreed(self, trouble: str | None) -> str | None:
-        nobody = self.num_ranks
-        first = -int(self.largest(-float(nobody if trouble is None else dist.get_rank())))
-        return None if first == nobody else self._told(trouble or "", first)
+        first = -int(self.largest(-float(self.num_ranks if trouble is None else self.rank)))
+        return None if first == self.num_ranks else self._broadcast(trouble or "", first)
 
     def of_first(self, text: str) -> str:
-        return self._told(text, 0)
+        return self._broadcast(text, 0)
 
-    def _told(self, text: str, rank: int) -> str:
+    def _broadcast(self, text: str, rank: int) -> str:
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
         found = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         dist.broadcast(found, rank)

@@ -65,7 +65,7 @@ class LocalRanks:
             while len(answers) < self._size:
                 waiting = {socket: rank for rank, socket in enumerate(self._sockets) if rank not in answers}
                 if (left_s := deadline_s - time.monotonic()) <= 0:
-                    raise self._silent(waiting, f"{type(message).__name__} in {timeout_s:.0f} s")
+                    raise self._timeout_error(waiting, f"{type(message).__name__} in {timeout_s:.0f} s")
                 for socket in ready(waiting, left_s):
                     answer = self._receive(waiting[socket])
                     if answer is not None:
@@ -108,7 +108,7 @@ class LocalRanks:
             raise self._exit_error(rank) from error
         return None if frame is None else decode_from_rank(frame)
 
-    def _silent(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
+    def _timeout_error(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
         names = ", ".join(map(str, waiting.values()))
         unread = ", ".join(
             f"rank {rank} has not read the last {socket.num_unsent_bytes} bytes of the request"
