@@ -211,7 +211,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     ends = end_ids(model, tokenizer)
     settings = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
-    settings.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
+    if ends:
+        settings.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
     if settings.pad_token_id is None:
         settings.pad_token_id = tokenizer.hf.pad_token_id
     model.generation_config = settings
