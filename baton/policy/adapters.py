@@ -82,8 +82,7 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates.
-    Fused experts are left out, because they are not `torch.nn.Linear`."""
+    """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers = (name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head)
     return sorted({name.rpartition(".")[2] for name in layers})

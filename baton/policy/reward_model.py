@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from baton.errors import UserError, first_line
-from baton.policy.load import dtype_here, torch_device, torch_dtype
+from baton.policy.load import torch_device, torch_dtype
 from baton.policy.settings import DTypeChoice
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, split_revision
 from baton.types import Message
@@ -31,7 +31,7 @@ class RewardModel:
         """Maximum number of tokens of a batch, including padding. With 0, each sequence is a batch of its own. On a
         CPU, the value is always 0, so the bits of a score do not depend on the other sequences."""
         name, revision = split_revision(path)
-        value_type = torch_dtype(dtype_here(self._device.type, dtype))
+        value_type = torch_dtype(dtype, self._device)
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 name,
