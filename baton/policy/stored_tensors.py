@@ -273,16 +273,11 @@ def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.dev
             return f"{trunk.base_model_prefix}{name.removeprefix('trunk')}"
         return name.replace(".base_layer.", ".")
 
-    names: dict[torch.nn.Parameter, str] = {}
+    read: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if local(parameter).is_meta and stored_name(name) in stored.shapes:
-            names.setdefault(parameter, stored_name(name))
-    read = {
-        parameter: torch.nn.Parameter(
-            stored.like(name, parameter.detach(), device), requires_grad=parameter.requires_grad
-        )
-        for parameter, name in names.items()
-    }
+        if parameter not in read and local(parameter).is_meta and stored_name(name) in stored.shapes:
+            tensor = stored.like(stored_name(name), parameter.detach(), device)
+            read[parameter] = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     for part in module.modules():
         for name, each in part._parameters.items():
             if each in read:
