@@ -18,7 +18,7 @@ from baton.recipe.support import support_table
 from baton.records.metrics import read_metrics
 from baton.rollout.engines.embedded.network import Network
 from baton.run.assemble import build_loop
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 from baton.views.terminal.progress import TerminalObserver
 from tests.conftest import write_recipe
 from tests.model_families import tiny_config
@@ -51,8 +51,7 @@ def test_a_family_trains_two_steps(family: str, tmp_path: Path) -> None:
     assert len(rows) == 2
     assert max(row["policy/logprob_diff_max"] for row in rows) < 1e-4
     assert max(row["policy/grad_norm"] for row in rows) > 0
-    saved = latest_checkpoint(recipe.run.path / "checkpoints")
-    assert saved is not None
+    saved = list_checkpoints(recipe.run.path / "checkpoints")[-1]
     before, after = (
         load_model(str(path), dtype=torch.float32, device=torch.device("cpu")).state_dict()
         for path in (tmp_path / "model", saved)

@@ -16,12 +16,13 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
-from baton.errors import Damaged, EngineFault, UserError
+from baton.errors import Damaged, EngineFault, UserError, first_line
 from baton.policy.settings import LoraSettings
 from baton.policy.stages import all_tensors
 
@@ -69,10 +70,8 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
     """Replace adapters on the meta device by float32 adapters that PEFT creates on the CPU."""
     torch.manual_seed(seed)
     device = model.device
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    layers: list[Any] = [module for module in model.modules() if _NAME in getattr(module, "lora_A", ())]
     for module in layers:
-        if _NAME not in module.lora_A:
-            continue
         for side in (module.lora_A, module.lora_B):
             side[_NAME] = torch.nn.Linear(side[_NAME].in_features, side[_NAME].out_features, bias=False)
         module.reset_lora_parameters(_NAME, init_lora_weights=True)
@@ -83,15 +82,10 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates.
-    Fused experts are left out, because they are not `torch.nn.Linear`."""
+    """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    found = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
-    return sorted(found)
+    layers = (name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head)
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
@@ -132,27 +126,37 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the checkpoint has no
-    adapter."""
+    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the adapter is missing
+    or damaged."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged: {error}") from error
     return {
         name.removeprefix("base_model.model.")
         .replace(_A, f".lora_A.{_NAME}.weight")
         .replace(_B, f".lora_B.{_NAME}.weight"): tensor
-        for name, tensor in load_file(file).items()
+        for name, tensor in tensors.items()
     }
 
 
 def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Merge a checkpoint's adapter into its base model, and return the merged model."""
+    """Merge a checkpoint's adapter into its base model, and return the merged model. Raises UserError if PEFT or the
+    adapter is missing, or if the adapter is damaged or does not fit the base model."""
     _check_peft()
     from peft import PeftModel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # warnings about PEFT's own use of another library
-        merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+        try:
+            merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"model.path: the adapter in '{directory}' could not be loaded: {first_line(error)}"
+            ) from error
     return merged
 
 

@@ -24,8 +24,7 @@ from baton.policy.sampling_masks import kept_logits, places_in
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 2**24
-"""Maximum number of float32 logits in memory at the same time (64 MiB), unless `Head.max_logits` is set. A pass with
-more logits computes them in pieces, and the backward pass recomputes the logits of each piece."""
+"""Default of `Head.max_logits` (64 MiB)."""
 
 _ENTROPY_ROWS = 4096
 """Entropies are computed for at most this number of tokens at a time, to limit the memory of the probabilities [tokens,
@@ -58,8 +57,9 @@ class Head:
     linear: torch.nn.Linear
     scale: float = 1.0
     cap: float | None = None
-    max_logits: int | None = None
-    """Maximum number of logits in memory at the same time; None means `MAX_LOGITS`."""
+    max_logits: int = MAX_LOGITS
+    """Maximum number of float32 logits in memory at the same time. A pass with more logits computes them in pieces, and
+    the backward pass recomputes the logits of each piece."""
 
     @property
     def vocabulary(self) -> int:
@@ -140,8 +140,7 @@ def find_head(model: PreTrainedModel) -> Head | None:
 
 
 def set_max_logits(model: PreTrainedModel, max_logits: int) -> None:
-    """Set the maximum number of logits that the head of a model has in memory at the same time. Has no effect if
-    `find_head` does not support the head."""
+    """Set `Head.max_logits` of a model's head. Has no effect if `find_head` does not support the head."""
     module, head = model._baton_head  # type: ignore[misc]  # set by find_head
     if head is not None:
         model._baton_head = module, replace(head, max_logits=max_logits)  # type: ignore[assignment]
@@ -203,12 +202,10 @@ def head_scores(
     wanted: RequestedScores,
     kept_NK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of the targets, and the entropies if requested, both [N] float32. At most `head.max_logits`
-    logits are in memory at the same time.
+    """Return log π of the targets, and the entropies if requested, both [N] float32.
 
     `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
-    vocabulary if `kept_NK` is None. N may stand for several dimensions, such as [B, K]. If the logits are computed in
-    several pieces, the backward pass computes the logits of each piece again.
+    vocabulary if `kept_NK` is None. N may stand for several dimensions, such as [B, K].
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])
@@ -242,7 +239,7 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
         product = _product(head)
-        pieces = _pieces(len(targets_T), head.vocabulary, head.max_logits or MAX_LOGITS)
+        pieces = _pieces(len(targets_T), head.vocabulary, head.max_logits)
         found: list[tuple[torch.Tensor, ...]] = []
         products = None
         for piece in pieces:
@@ -271,7 +268,7 @@ class _HeadScores(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
         of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        for piece in _pieces(len(hidden_TH), head.vocabulary, head.max_logits or MAX_LOGITS):
+        for piece in _pieces(len(hidden_TH), head.vocabulary, head.max_logits):
             hidden = hidden_TH[piece].to(dtype)
             products = product(hidden, weight, bias) if known is None else known
             of_products = torch.empty_like(products, dtype=dtype)
@@ -374,16 +371,15 @@ def score(
         return logprobs, normaliser, None
     if wanted.entropy_has_gradient:
         return logprobs, normaliser, normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
-    return logprobs, normaliser, entropy(logits.detach(), normaliser.detach())
+    return logprobs, normaliser, _entropy(logits.detach(), normaliser.detach())
 
 
 @torch.no_grad()
-def entropy(logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+def _entropy(logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
     """Return the entropies −Σ_v p_v log p_v in nats, [N], with log p = `logits` − `normaliser`."""
     logits_TV, normaliser_T = logits.reshape(-1, logits.shape[-1]), normaliser.reshape(-1)
     parts = []
-    for begin in range(0, len(logits_TV), _ENTROPY_ROWS):
-        piece, norm = logits_TV[begin : begin + _ENTROPY_ROWS], normaliser_T[begin : begin + _ENTROPY_ROWS]
+    for piece, norm in zip(*(torch.split(each, _ENTROPY_ROWS) for each in (logits_TV, normaliser_T)), strict=True):
         probs = (piece - norm[:, None]).exp_()
         parts.append(norm - probs.mul_(piece).sum(-1))
     return torch.cat(parts).view_as(normaliser)

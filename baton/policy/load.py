@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.head import use_float32_head
 from baton.policy.settings import DTypeChoice, DTypeName, dtype_on
 from baton.policy.stages import is_float32
-from baton.policy.stored_tensors import StoredTensors, stored_model
+from baton.policy.stored_tensors import StoredTensors, read_index, stored_model
 from baton.policy.tensors import policy_tensors
 from baton.policy.threads import keep_positions_exact
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, model_directory, split_revision
@@ -124,13 +123,10 @@ def check_weight_files(path: str) -> None:
     directory = model_directory(path)
     if not directory.is_dir():
         return  # no error: check_model_path reports a missing model
-    index = directory / "model.safetensors.index.json"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"model.path: {index} is not an index of weight files; copy or download the model again"
-        ) from error
+        names = sorted(set(read_index(directory).values()))
+    except ValueError as error:
+        raise UserError(f"model.path: {error}") from error
     names = names or [file.name for file in directory.glob("*.safetensors")]
     if not names and not list(directory.glob("pytorch_model*.bin")):
         raise UserError(f"model.path: {path!r} holds no weights; copy or download the model again")
@@ -170,8 +166,7 @@ def _warn_once(text: str) -> None:
 
 
 def save_configuration(model: PreTrainedModel, directory: Path) -> None:
-    """Write a model's configuration with the dtype float32, because checkpoints store float32 weights."""
-    model.config.dtype, model.config.architectures = "float32", [type(model).__name__]
+    """Write a model's configuration and generation config."""
     model.config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
@@ -179,9 +174,7 @@ def save_configuration(model: PreTrainedModel, directory: Path) -> None:
 
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a model's configuration and its tokenizer, without weights."""
-    model.config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+    save_configuration(model, directory)
     tokenizer.hf.save_pretrained(directory)
 
 
@@ -218,7 +211,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     ends = end_ids(model, tokenizer)
     settings = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
-    settings.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
+    if ends:
+        settings.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
     if settings.pad_token_id is None:
         settings.pad_token_id = tokenizer.hf.pad_token_id
     model.generation_config = settings

@@ -131,11 +131,10 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
-def prefer_float32_attention(model: PreTrainedModel) -> None:
+def prefer_float32_attention(*models: PreTrainedModel | None) -> None:
     """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster on a CPU
     (`packing.py`)."""
-    if model.device.type == "cpu":
-        prefer_packed_attention(model)
+    prefer_packed_attention(*(model for model in models if model is not None and model.device.type == "cpu"))
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -45,12 +45,8 @@ def release_free_memory() -> None:
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Return the bytes that these tensors occupy on devices of this type. Tensors that share a storage count once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
-    return sum(storages.values())
-
-
-def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and tensor.layout is torch.strided
+    there = (t.untyped_storage() for t in tensors if t.device.type == device.type and t.layout is torch.strided)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 
 
 def available_bytes(device: torch.device) -> int:

@@ -26,6 +26,9 @@ from baton.policy.memory import sent
 PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values."""
+
 Shapes = tuple[tuple[int, ...], ...]
 """Lengths of packed rows. A row that shares no prompt is a tuple (length of the row,). Rows that share a prompt form
 one tuple (length of the prompt, length of the first response, length of the second response, …)."""
@@ -105,13 +108,14 @@ def concatenated(
     return PackedTokens(ids_T, positions_T, places_BS[is_scored_BS], before_BS[is_scored_BS], ends_R, tuple(shapes))
 
 
-def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """If the model uses SDPA, replace its attention function by `_attend`, which computes attention only within each
-    packed row. Passes over padded rows are unaffected."""
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(PACKED, _attend)
-        AttentionMaskInterface.register(PACKED, sdpa_mask)
-        model.set_attn_implementation(PACKED)
+def prefer_packed_attention(*models: PreTrainedModel | None) -> None:
+    """Replace the attention function of those models that use SDPA by `_attend`, which computes attention only within
+    each packed row. Passes over padded rows are unaffected."""
+    AttentionInterface.register(PACKED, _attend)
+    AttentionMaskInterface.register(PACKED, sdpa_mask)
+    for model in models:
+        if model is not None and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(PACKED)
 
 
 def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.Tensor:
@@ -157,34 +161,27 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for query, key, value [1, heads, T, D]; return [1, T, heads, D], as transformers does."""
     tokens = _packed.get()
-    shapes = () if tokens is None else tokens.shapes
     if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32
         with torch.autocast("cpu", enabled=False):
-            return _by_rows(module, query.float(), key.float(), value.float(), attention_mask, shapes, kwargs)
-    shares = any(len(shape) > 1 for shape in shapes)
+            return _by_rows(module, (query.float(), key.float(), value.float()), attention_mask, tokens, kwargs), None
+    shares = tokens is not None and any(len(shape) > 1 for shape in tokens.shapes)
     if tokens is not None and not shares and torch.is_autocast_enabled(query.device.type):
         heads = query.shape[1], key.shape[1], query.shape[3]
         if (kernel := _kernel(query.device, heads, torch.get_autocast_dtype(query.device.type))) is not None:
-            return _by_kernel(kernel, query, key, value, tokens, kwargs)
-    return _by_rows(module, query, key, value, attention_mask, shapes, kwargs)
+            return _by_kernel(kernel, (query, key, value), tokens, kwargs), None
+    return _by_rows(module, (query, key, value), attention_mask, tokens, kwargs), None
 
 
 def _by_rows(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    shapes: Shapes,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    if not shapes:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    sizes = [size for shape in shapes for size in shape]
+    module: torch.nn.Module, qkv: Qkv, mask: torch.Tensor | None, tokens: PackedTokens | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if tokens is None:
+        return _sdpa(module, qkv, mask, kwargs)
+    sizes = [size for shape in tokens.shapes for size in shape]
     # `split` instead of slices: the backward pass of each slice would write a gradient of all T tokens.
-    parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in qkv), strict=True)
     found = []
-    for shape in shapes:
+    for shape in tokens.shapes:
         own, *responses = (next(parts) for _ in shape)
         found.append(_attended(module, own, 0, kwargs))
         for piece in pieces(shape[1:]):
@@ -194,7 +191,7 @@ def _by_rows(
             keys, values = (torch.cat(pair, dim=2) for pair in zip(prompts, others, strict=True))
             output = _attended(module, (queries, keys, values), shape[0], kwargs)
             found += [row[None, :size] for row, size in zip(output, shape[1:][piece], strict=True)]
-    return torch.cat(found, dim=1), None
+    return torch.cat(found, dim=1)
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
@@ -216,7 +213,7 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, missing)) if missing else row for row, missing in rows])
 
 
-def _attended(module: torch.nn.Module, qkv: tuple[Any, Any, Any], begin: int, kwargs: dict[str, Any]) -> torch.Tensor:
+def _attended(module: torch.nn.Module, qkv: Qkv, begin: int, kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the attention output [rows, queries, heads, D]. The first query is at position `begin`. Each query attends
     to the keys up to its own position."""
     end, device, mask = qkv[1].shape[2], qkv[1].device, None
@@ -224,23 +221,20 @@ def _attended(module: torch.nn.Module, qkv: tuple[Any, Any, Any], begin: int, kw
     if begin or end > window:
         behind = torch.arange(begin, end, device=device)[:, None] - torch.arange(end, device=device)
         mask = ((behind >= 0) & (behind < window))[None, None]
+    return _sdpa(module, qkv, mask, kwargs)
+
+
+def _sdpa(module: torch.nn.Module, qkv: Qkv, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
     found: torch.Tensor = sdpa_attention_forward(module, *qkv, mask, **kwargs)[0]
     return found
 
 
-def _by_kernel(
-    kernel: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tokens: PackedTokens,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    dtype, longest = torch.get_autocast_dtype(query.device.type), max(map(max, tokens.shapes))
+def _by_kernel(kernel: Any, qkv: Qkv, tokens: PackedTokens, kwargs: dict[str, Any]) -> torch.Tensor:
+    dtype, longest = torch.get_autocast_dtype(qkv[0].device.type), max(map(max, tokens.shapes))
     # `squeeze(0)` instead of `[0]`, whose backward pass would allocate a tensor of zeros and copy the gradient into it.
-    laid = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
+    laid = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in qkv]
     window = kwargs.get("sliding_window")
-    output = kernel(
+    output: torch.Tensor = kernel(
         *laid,
         tokens.ends,
         tokens.ends,
@@ -250,7 +244,7 @@ def _by_kernel(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=laid[0].shape[1] != laid[1].shape[1],
     )
-    return output[None], None
+    return output[None]
 
 
 @cache

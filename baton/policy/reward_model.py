@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from baton.errors import UserError, first_line
-from baton.policy.load import dtype_here, torch_device, torch_dtype
+from baton.policy.load import torch_device, torch_dtype
 from baton.policy.settings import DTypeChoice
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, split_revision
 from baton.types import Message
@@ -31,7 +31,7 @@ class RewardModel:
         """Maximum number of tokens of a batch, including padding. With 0, each sequence is a batch of its own. On a
         CPU, the value is always 0, so the bits of a score do not depend on the other sequences."""
         name, revision = split_revision(path)
-        value_type = torch_dtype(dtype_here(self._device.type, dtype))
+        value_type = torch_dtype(dtype, self._device)
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 name,
@@ -51,16 +51,15 @@ class RewardModel:
             )
         text = model.config.get_text_config()
         text.use_cache = False
-        if text.pad_token_id is None:  # the model scores the last token that is not padding
-            text.pad_token_id = self._tokenizer.hf.pad_token_id
-        if text.pad_token_id is None:
-            text.pad_token_id = self._tokenizer.hf.eos_token_id
+        for own in (self._tokenizer.hf.pad_token_id, self._tokenizer.hf.eos_token_id):
+            if text.pad_token_id is None:  # the model scores the last token that is not padding
+                text.pad_token_id = own
         self._pad: int = text.pad_token_id
         self._model = model.to(self._device).eval()
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation that ends with a response. Errors of the chat template are not caught."""
-        return conversation_ids(self._tokenizer, messages)
+        return list(self._tokenizer.prompt_ids(messages, is_complete=True))
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -117,12 +116,6 @@ def _opened(path: str) -> tuple[Tokenizer, Any, str, int | None]:
 
 def _check_template(path: str, tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
     try:
-        conversation_ids(tokenizer, messages)
+        tokenizer.prompt_ids(messages, is_complete=True)
     except Exception as error:  # the chat template may raise anything
         raise UserError(f"{KEY}: the chat template of {path!r} fails: {first_line(error)}") from error
-
-
-def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a whole conversation, without a generation prompt."""
-    chat = [{"role": m.role, "content": m.content} for m in messages]
-    return [int(i) for i in tokenizer.hf.apply_chat_template(chat, tokenize=True, return_dict=False)]

@@ -19,12 +19,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import str_to_torch_dtype
 
 from baton.files import writing
 from baton.policy.digest import Identity, identity_digest
@@ -33,25 +35,9 @@ from baton.policy.tensors import dtype_name, identity, policy_tensors
 
 MAX_FILE_BYTES = 50 * 10**9
 """Largest size of a model file; a larger model has several files and an index, as transformers writes them."""
-SAFETENSORS_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+SAFETENSORS_NAMES = {dtype_name(dtype): name for name, dtype in str_to_torch_dtype.items()}
 """dtype → its name in safetensors files."""
-_DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in SAFETENSORS_NAMES.items()}
+_INDEX = "model.safetensors.index.json"
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
 torch.distributed.checkpoint."""
@@ -146,7 +132,7 @@ class StoredTensors:
     def whole(self, name: str) -> torch.Tensor:
         """Read a whole tensor into host memory."""
         source = self._pieces[name][0][1]()
-        dtype = source.dtype if isinstance(source, torch.Tensor) else _DTYPES[source.get_dtype()]
+        dtype = source.dtype if isinstance(source, torch.Tensor) else str_to_torch_dtype[source.get_dtype()]
         found = torch.empty(self.shapes[name], dtype=dtype)
         self.fill(name, found)
         return found
@@ -237,28 +223,37 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
     return StoredPiece(name, tuple(box), tuple(kept)) if len(kept) == part.ndim else None
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Return the index of a model's files: name of a tensor → name of its file. The result is empty if there is no
+    index. Raises ValueError for a damaged index."""
+    path = directory / _INDEX
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map if path.is_file() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not an index of weight files; copy or download the model again") from error
+
+
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
     """Return the tensors of a model's files, keyed by their names in the model.
 
     Returns None if the files lack a tensor that `file_layout` names. With `is_exact`, returns None also if the files
-    have further tensors. Raises SafetensorError for a damaged file.
+    have further tensors. Raises SafetensorError for a damaged file, and ValueError for a damaged index.
     """
-    layout, index = file_layout(model), directory / "model.safetensors.index.json"
-    if index.is_file():
-        where = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    elif (directory / "model.safetensors").is_file():
-        single: Any = safe_open(directory / "model.safetensors", framework="pt")
-        where = dict.fromkeys(single.keys(), directory / "model.safetensors")
-    else:
-        return None
-    if layout is None:
+    opened, single = _opener(), directory / "model.safetensors"
+    where = read_index(directory)
+    if not where and single.is_file():
+        where = dict.fromkeys(opened(single).keys(), single.name)
+    if (layout := file_layout(model)) is None:
         return None
     wanted = {piece.name for piece in chain(*layout.values())}
     if not wanted <= where.keys() or (is_exact and wanted != where.keys()):
         return None
-    opened = _opener()
     found = {
-        name: [(piece, partial(_slices, opened, where[piece.name], piece.name)) for piece in pieces]
+        name: [(piece, partial(_slices, opened, directory / where[piece.name], piece.name)) for piece in pieces]
         for name, pieces in layout.items()
     }
     fits = all(tuple(source().get_shape()) == piece.shape for piece, source in chain(*found.values()))
@@ -278,16 +273,11 @@ def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.dev
             return f"{trunk.base_model_prefix}{name.removeprefix('trunk')}"
         return name.replace(".base_layer.", ".")
 
-    names: dict[torch.nn.Parameter, str] = {}
+    read: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if local(parameter).is_meta and stored_name(name) in stored.shapes:
-            names.setdefault(parameter, stored_name(name))
-    read = {
-        parameter: torch.nn.Parameter(
-            stored.like(name, parameter.detach(), device), requires_grad=parameter.requires_grad
-        )
-        for parameter, name in names.items()
-    }
+        if parameter not in read and local(parameter).is_meta and stored_name(name) in stored.shapes:
+            tensor = stored.like(stored_name(name), parameter.detach(), device)
+            read[parameter] = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     for part in module.modules():
         for name, each in part._parameters.items():
             if each in read:
@@ -358,7 +348,7 @@ def model_files(
     if len(groups) > 1:
         names = [f"model-{place:05}-of-{len(groups):05}.safetensors" for place in range(1, len(groups) + 1)]
         where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        index = directory / "model.safetensors.index.json"
+        index = directory / _INDEX
         with writing(index):
             index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
     with ExitStack() as opened:

@@ -20,10 +20,11 @@ class Tokenizer:
 
     hf: Any
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids of a conversation, followed by the ids that start the assistant's turn."""
+    def prompt_ids(self, messages: Sequence[Message], *, is_complete: bool = False) -> tuple[int, ...]:
+        """Return the ids of a conversation, followed by the ids that start the assistant's turn unless the conversation
+        `is_complete`. Errors of the chat template are not caught."""
         chat = [{"role": m.role, "content": m.content} for m in messages]
-        ids = self.hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = self.hf.apply_chat_template(chat, add_generation_prompt=not is_complete, tokenize=True, return_dict=False)
         return tuple(int(i) for i in ids)
 
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:

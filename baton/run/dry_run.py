@@ -38,7 +38,7 @@ from baton.specs.model import ModelSpec
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.memory import spec_of
-from baton.trainer.optimizer import check_schedule
+from baton.trainer.optimizer import Schedule
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     trainer and engine run on this machine. Raises UserError if a run of the recipe would not start.
     """
     trainer = recipe.trainer
-    check_schedule("trainer", warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
+    Schedule(trainer.warmup_steps, trainer.decay, recipe.run.steps).check("trainer")
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
     config, spec = check_room(recipe, is_here=is_here)

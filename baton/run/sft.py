@@ -31,8 +31,7 @@ from baton.run.tokenization import PromptEncoder
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.stream import TaskMixture
-from baton.trainer.optimizer import check_schedule
-from baton.trainer.sft import Demonstration, fine_tune
+from baton.trainer.sft import Demonstration, fine_tune, schedule_of
 from baton.types import Message, Prompt
 
 LOSS_WINDOW = 50
@@ -64,7 +63,7 @@ class WarmStartReport(msgspec.Struct, frozen=True):
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
     """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically. Raises UserError if
     the run or the output exists and `overwrite` is False, or if the warm-up is too long."""
-    check_schedule("sft", warmup_steps=recipe.sft.warmup_steps, decay="cosine", total_steps=recipe.sft.steps)
+    schedule_of(recipe.sft).check("sft")
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     with RunLock.take(recipe.run.path, observer.said) as lock:

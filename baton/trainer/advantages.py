@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.trainer.algorithm import AlgorithmSettings
+
 EPSILON = 1e-6
 """Constant added to standard deviations. The GRPO paper gives no value of this ε; most implementations use 1e-6."""
 
@@ -94,19 +96,11 @@ class Outcome:
         return np.array([self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())])
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageShape:
-    """The parameters of an estimator."""
-
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-
-
-Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
+Estimator = Callable[[Sequence[Outcome], AlgorithmSettings], list[FloatArray]]
 """Outcomes → the advantages [P] of each outcome, in the same order."""
 
 
-def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+def group_std(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
     If all rewards of a group are equal, all advantages are exactly 0. With `algorithm.turn_rewards`, here and in
@@ -116,24 +110,24 @@ def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatA
     return _within_groups(outcomes, _standardised)
 
 
-def group_mean(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+def group_mean(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[FloatArray]:
     """Dr.GRPO: A_i = R_i − mean R within a group (arXiv 2503.20783, section 3.2)."""
     return _within_groups(outcomes, _centred)
 
 
-def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+def leave_one_out(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[FloatArray]:
     """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3). With
     `algorithm.turn_rewards`, R_i is the return of a turn, and the mean is over the turns of the group's other
     episodes."""
     return _within_groups(outcomes, _against_others)
 
 
-def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+def return_to_go(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[FloatArray]:
     """REINFORCE++ without its normalisation of advantages: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
-    return [_discounted(outcome.rewards, shape.gamma * outcome.discounts) for outcome in outcomes]
+    return [_discounted(outcome.rewards, algorithm.gamma * outcome.discounts) for outcome in outcomes]
 
 
-def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+def gae(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
     The value after the last policy token is 0, even for an episode that was truncated at the maximum length. With
@@ -142,9 +136,9 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     found = []
     for outcome in outcomes:
         assert outcome.values is not None, f"trajectory {outcome.name} has no values, and gae needs a critic"
-        following, gammas = np.append(outcome.values[1:], 0.0), shape.gamma * outcome.discounts
+        following, gammas = np.append(outcome.values[1:], 0.0), algorithm.gamma * outcome.discounts
         delta = outcome.rewards + gammas * following - outcome.values
-        found.append(_discounted(delta, gammas * shape.gae_lambda))
+        found.append(_discounted(delta, gammas * algorithm.gae_lambda))
     return found
 
 

@@ -207,12 +207,8 @@ class AlgorithmSettings(Settings):
             values = ", ".join(f"{key} = {value!r}" for key, value in changed.items())
             found.append(f"algorithm {self.name}, but with {values}")
         asks_to_clip = self.overrides.keys() & {"clip_low", "clip_high", "num_minibatches", "num_epochs"}
-        if (
-            asks_to_clip
-            and self.num_updates == 1
-            and self.correction != "bypass"
-            and self.objective != "policy_gradient"
-        ):
+        ratio_is_one = self.num_updates == 1 and self.correction != "bypass"
+        if asks_to_clip and ratio_is_one and self.objective != "policy_gradient":
             found.append(
                 "one update per train step: every ratio to the proximal policy is 1, so clipping has no effect "
                 "(algorithm.num_minibatches, algorithm.num_epochs)"

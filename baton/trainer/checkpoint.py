@@ -87,6 +87,7 @@ def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is
         with writing(directory):
             model.save_pretrained(directory, state_dict=dict(found))
         return saved_digest(StoredTensors.of(found), model)
+    model.config.dtype, model.config.architectures = "float32", [type(model).__name__]  # of the written weights
     with writing(directory):
         save_configuration(model, directory)
     with model_files(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as put:
@@ -112,9 +113,8 @@ def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: 
             for name, tensor in moments.items():
                 file.put(name, tensor)
         return
-    (directory / "baton" / _SHARDS).mkdir(parents=True, exist_ok=True)
-    file_name = f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-    write_own_shards(directory / "baton" / _SHARDS / file_name, moments, rank=rank, first=first)
+    path = _made(directory / "baton" / _SHARDS / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors")
+    write_own_shards(path, moments, rank=rank, first=first)
 
 
 def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:
@@ -209,10 +209,6 @@ def list_checkpoints(root: Path) -> list[Path]:
     found = [path for path in there if _NAME.fullmatch(path.name) and (path / "baton" / "state.json").is_file()]
     return sorted(found, key=checkpoint_step)
 
-
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, or None if there is none."""
-    return next(reversed(list_checkpoints(root)), None)
 
 
 def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:

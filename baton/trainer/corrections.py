@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from operator import add
+from typing import NamedTuple
 
 import torch
 
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.losses import MAX_LOG_RATIO, Anchor, LossInputs, k3, log_ratio
-
-Scalar = TypeVar("Scalar", torch.Tensor, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,42 +122,37 @@ def correction_shape(
     return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)
 
 
-class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance between proximal and behavior policy. Each field is a sum over trained tokens, unless the field says
-    otherwise."""
+class BehaviorDistance(NamedTuple):
+    """Distance between proximal and behavior policy in one or several rows. Each field is a sum over trained tokens,
+    unless the field says otherwise."""
 
-    weight: Scalar
+    weight: float = 0.0
     """π_proximal / π_behavior before truncation."""
-    weight_square: Scalar
-    current: Scalar
+    weight_square: float = 0.0
+    current: float = 0.0
     """Number of current tokens: tokens that the engine sampled with the trainer's current version."""
-    mismatch: Scalar
+    mismatch: float = 0.0
     """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
-    abs_diff: Scalar
+    abs_diff: float = 0.0
     """|log π_proximal − log π_behavior| over current tokens."""
-    max_diff: Scalar
+    max_diff: float = 0.0
     """Maximum (not sum) of the absolute difference over current tokens."""
 
-
-@torch.no_grad()
-def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens of the current version."""
-    is_current = inputs.mask & is_current
-    diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
-    raw = torch.where(inputs.mask, weights(inputs), 0.0)
-    # For KL(behavior ‖ proximal), `k3` needs x = log π_behavior − log π_proximal, which is −`diff`.
-    sums = raw.sum(), raw.square().sum(), is_current.sum(), k3(-diff).sum(), diff.abs().sum()
-    return BehaviorDistance(*sums, diff.abs().max())
+    def plus(self, other: BehaviorDistance) -> BehaviorDistance:
+        """Return the distance in the rows of both."""
+        return BehaviorDistance(*map(add, self, other))._replace(max_diff=max(self.max_diff, other.max_diff))
 
 
 @torch.no_grad()
 def row_distances(inputs: LossInputs, is_current: torch.Tensor) -> torch.Tensor:
-    """Return [B, 4]: `current`, `mismatch` and `max_diff` of `BehaviorDistance` for each row, and the position in K of
-    the maximum. `is_current`: as in `behavior_distance`."""
+    """Return [B, 7]: the fields of `BehaviorDistance` for each row, and the position in K of the maximum difference.
+    `is_current`: [B, K], True at tokens of the current version."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
-    worst = diff.abs().max(-1)
-    return torch.stack([t.float() for t in (is_current.sum(-1), k3(-diff).sum(-1), *worst)], -1)
+    raw = torch.where(inputs.mask, weights(inputs), 0.0)
+    # For KL(behavior ‖ proximal), `k3` needs x = log π_behavior − log π_proximal, which is −`diff`.
+    sums = [values.sum(-1) for values in (raw, raw.square(), is_current, k3(-diff), diff.abs())]
+    return torch.stack([column.float() for column in (*sums, *diff.abs().max(-1))], -1)
 
 
 def weights(inputs: LossInputs) -> torch.Tensor:

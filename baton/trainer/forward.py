@@ -26,6 +26,7 @@ from baton.policy.sampling_masks import decoded
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
 from baton.trainer.parallel.group import SingleRank
+from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
 
 
@@ -33,6 +34,8 @@ from baton.trainer.settings import TrainerSettings
 class ModelInputs:
     """The tokens of a microbatch, as a forward pass needs them. Rows are padded on the right."""
 
+    rows: tuple[TrainingSample, ...]
+    """At most B rows: empty rows, which only round up the row count, are not listed."""
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
@@ -41,25 +44,17 @@ class ModelInputs:
     """[B, K] bool: True at tokens that the policy wrote, trained or not."""
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
-    prompt_lengths: tuple[int, ...]
-    """Number of prompt tokens of each row; the empty rows at the end, which are only padding, have no entry."""
-    lengths: tuple[int, ...]
-    """Number of tokens of each row; the empty rows at the end have no entry."""
-    routing: tuple[tuple[bytes, ...], ...]
-    """For each row, the experts that the engine reported for each response token. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
     """For each distinct prompt, the number of consecutive rows that start with it; the pass computes the prompt once.
     Empty if each row computes its own prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
-    kept: tuple[bytes, ...] = ()
-    """[N] sampling masks of the policy's tokens; empty if the engine reported none."""
 
     @property
     def num_repeated(self) -> int:
         """Number of prompt tokens that are not computed, because an earlier row has the same prompt."""
         firsts = accumulate(self.shares, initial=0)
-        return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
+        return sum(self.rows[i].prompt_length * (size - 1) for i, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
         """Return (experts, positions, number of positions of the pass): for each response token, the experts that the
@@ -69,10 +64,11 @@ class ModelInputs:
         found: list[bytes] = []
         places: list[int] = []
         start = 0
-        for prompt_length, length, routing in zip(self.prompt_lengths, self.lengths, self.routing, strict=True):
-            found += routing
-            places += range(start + prompt_length - 1, start + prompt_length - 1 + len(routing))
-            start += self.input_ids.shape[1] - 1 if self.packed is None else length
+        for row in self.rows:
+            found += row.routing
+            first = start + row.prompt_length - 1
+            places += range(first, first + len(row.routing))
+            start += self.input_ids.shape[1] - 1 if self.packed is None else len(row.token_ids)
         return found, places, start if self.packed is not None else self.input_ids[:, 1:].numel()
 
     def sampling_masks(self, vocabulary: int) -> torch.Tensor | None:
@@ -83,12 +79,13 @@ class ModelInputs:
 
         Raises EngineFault if some tokens of the policy have a mask and others have none.
         """
-        if not self.kept:
+        kept = [mask for row in self.rows for mask in row.kept]
+        if not kept:
             return None
         shape, size = self.policy_mask.shape, len(self.policy_places)
-        if len(self.kept) != size or not all(self.kept):
-            raise EngineFault(f"the engine reported sampling masks for {sum(map(bool, self.kept))} of {size} tokens")
-        ids = sent(decoded(self.kept, vocabulary), self.policy_mask.device)
+        if len(kept) != size or not all(kept):
+            raise EngineFault(f"the engine reported sampling masks for {sum(map(bool, kept))} of {size} tokens")
+        ids = sent(decoded(kept, vocabulary), self.policy_mask.device)
         if self.packed is not None:
             return ids
         return ids.new_full((shape.numel(), ids.shape[1]), -1).index_copy_(0, self.policy_places, ids).view(*shape, -1)

@@ -56,7 +56,7 @@ from baton.trainer.model_setup import (
     trade_time_and_memory,
 )
 from baton.trainer.offload import Offload
-from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
+from baton.trainer.optimizer import Schedule, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
@@ -109,7 +109,8 @@ class LocalTrainer(Trainer):
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
-        check_schedule("trainer", warmup_steps=settings.warmup_steps, decay=settings.decay, total_steps=total_steps)
+        self._schedule = Schedule(settings.warmup_steps, settings.decay, total_steps, settings.min_lr_frac)
+        self._schedule.check("trainer")
         for name, parameter in model.named_parameters():
             is_exact = parameter.dtype is torch.float32 or lora is not None
             assert is_exact, f"master weights must be float32, but {name} is {parameter.dtype}"
@@ -130,8 +131,7 @@ class LocalTrainer(Trainer):
         is_packed = fit_attention(model, trunk, reference, settings, self._parallel)
         can_share = fit_sharing(model, trunk, reference, settings)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
-        self._total_steps, self._version = total_steps, version
-        self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
+        self._version, self._max_new_tokens, self._max_staleness = version, max_new_tokens, max_staleness
         # `find_head` runs a forward pass, which routing replay must not record, so replay is set up later. The
         # forward pass uses autocast only if parameters may be bfloat16: if the model has adapters, or if ranks gather
         # parameters in the compute dtype.
@@ -154,8 +154,8 @@ class LocalTrainer(Trainer):
         self._offload = Offload(model.device, (model, reference, critic), optimizers)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
-        """Number of updates that a diverged train step applied before it failed. If above 0, the weights belong to no
-        version, and the next call must be `restore`."""
+        """Number of updates that a failed train step applied. If above 0, the weights belong to no version, and the
+        next call must be `restore`."""
         self._has_agreed = False  # whether engine and trainer have agreed in a train step
         self._peak_tokens = 0
         """Tokens, including padding, of the largest microbatch so far."""
@@ -198,24 +198,12 @@ class LocalTrainer(Trainer):
 
         A metric per token is a mean over the trained tokens for which the updates computed logprobs. It is absent if
         there are no such tokens. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens
-        that the trainer's current version sampled, if the batch has such tokens.
-
-        If the loss or gradient of an update is not finite, or the mismatch of engine and trainer exceeds its error
-        limit, raises TrainingDiverged and does not apply this update. If the step failed after its first update, the
-        next call must be `restore`. Raises UserError for a group that is too small for the algorithm, and EngineFault
-        for a logprob that is not finite.
+        that the trainer's current version sampled, if the batch has such tokens. Raises the errors of `Trainer.step`.
         """
-        settings, algorithm, start = self._settings, self._algorithm, self._version
-        self._check_not_diverged()
+        algorithm, start = self._algorithm, self._version
+        self._check_not_failed()
         assert batch.step == start.number + 1, f"got the batch of train step {batch.step} at version {start.number}"
-        rate = learning_rate(
-            batch.step,
-            lr=1.0,
-            warmup_steps=settings.warmup_steps,
-            decay=settings.decay,
-            total_steps=self._total_steps,
-            min_lr_frac=settings.min_lr_frac,
-        )
+        rate = self._schedule.learning_rate(batch.step, 1.0)
         for learner in self.learners:
             set_learning_rate(learner.optimizer, learner.lr * rate)
         oldest = 0 if self._max_staleness is None else max(0, start.number - self._max_staleness)
@@ -230,10 +218,12 @@ class LocalTrainer(Trainer):
             for _ in range(algorithm.num_epochs):
                 for part, fixed in zip(parts, prepared, strict=True):
                     update.run(part, fixed)
-        except TrainingDiverged as error:
+        except Exception as error:
             for learner in self.learners:
                 learner.optimizer.zero_grad()
             self._num_applied = len(totals.grad_norms)
+            if not isinstance(error, TrainingDiverged):
+                raise
             state = f"the weights are still those of version {start.number}"
             if self._num_applied:
                 state = (
@@ -258,8 +248,8 @@ class LocalTrainer(Trainer):
             self._alarms.watch(metrics)
         return metrics
 
-    def _check_not_diverged(self) -> None:
-        assert not self._num_applied, "a step diverged after some of its updates: restore a checkpoint first"
+    def _check_not_failed(self) -> None:
+        assert not self._num_applied, "a train step failed after some of its updates: restore a checkpoint first"
 
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
@@ -296,7 +286,7 @@ class LocalTrainer(Trainer):
         tensors = as_published(tensors, dtypes)
         if self.takes_digests:
             self._stamp(weights_digest(tensors))
-        self._check_not_diverged()
+        self._check_not_failed()
         return PublishedWeights(self._version, tensors)
 
     def stream(self, bucket_bytes: int) -> VersionStream:
@@ -352,7 +342,7 @@ class LocalTrainer(Trainer):
 
     def _stamp(self, digest: str) -> None:
         """Set the version's digest on every rank to that of the first rank: only this rank gathers all weights."""
-        self._check_not_diverged()
+        self._check_not_failed()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 

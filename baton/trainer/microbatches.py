@@ -60,9 +60,6 @@ IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,)
 class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
-    rows: tuple[TrainingSample, ...]
-    """At most B rows: empty rows, which only round up the row count, are not listed. `(IDLE_ROW,)` in an idle
-    microbatch, which a rank runs only because other ranks have more microbatches."""
     inputs: ModelInputs
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
@@ -78,8 +75,12 @@ class MicroBatch:
     """False if the loss has no gradient in these rows. They then get only a forward pass, for the metrics."""
 
     @property
+    def rows(self) -> tuple[TrainingSample, ...]:
+        return self.inputs.rows
+
+    @property
     def is_idle(self) -> bool:
-        """Return whether the microbatch contains only the idle row."""
+        """Return whether a rank runs this microbatch only because other ranks have more microbatches."""
         return self.rows == (IDLE_ROW,)
 
     @property
@@ -344,41 +345,34 @@ def pad(
         padded += [[0] * (width - first)] * (num_rows - len(chunk))
         return torch.tensor(padded, dtype=dtype)
 
-    def trained(values: Sequence[float], row: TrainingSample) -> list[float]:
-        return [v if t else 0 for v, t in zip(values, row.is_trained, strict=True)]
-
     lists = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
     lists += [[PAD_ID] * width] * (num_rows - len(chunk))
     ids_BS, policy_mask = torch.tensor(lists, dtype=torch.int64), laid(lambda row: row.is_policy, torch.bool)
-    prompt_lengths, lengths = tuple(row.prompt_length for row in chunk), tuple(len(row.token_ids) for row in chunk)
+    is_trained = laid(lambda row: row.is_trained, torch.bool)
+    logprobs = laid(lambda row: row.behavior_logprobs, torch.float32).masked_fill(~is_trained, 0)
+    versions = laid(lambda row: row.policy_versions, torch.int64).masked_fill(~is_trained, 0)
+    num_trained = torch.tensor([row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64)
     shares = tuple(len(list(rows)) for _, rows in groupby(chunk, key=prompt_of)) if shares_prompts else ()
     packed = None
     if is_packed or shares_prompts:
         scored = torch.nn.functional.pad(policy_mask, (first, 0))[: len(chunk)]
-        packed = concatenated(ids_BS[: len(chunk)], scored, prompt_lengths, lengths, shares, math.prod(multiples)).to(
-            device
-        )
+        prompt_lengths, lengths = [row.prompt_length for row in chunk], [len(row.token_ids) for row in chunk]
+        tokens = concatenated(ids_BS[: len(chunk)], scored, prompt_lengths, lengths, shares, math.prod(multiples))
+        packed = tokens.to(device)
     found = MicroBatch(
-        rows=tuple(chunk),
         inputs=ModelInputs(
+            tuple(chunk),
             sent(ids_BS, device),
             first,
             sent(policy_mask, device),
             sent(policy_mask.flatten().nonzero().flatten(), device),
-            prompt_lengths,
-            lengths,
-            tuple(row.routing for row in chunk),
             shares,
             packed,
-            tuple(mask for row in chunk for mask in row.kept),
         ),
-        mask=sent(laid(lambda row: row.is_trained, torch.bool), device),
-        episode_tokens=sent(
-            torch.tensor([row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64),
-            device,
-        ),
-        behavior_logprobs=sent(laid(lambda row: trained(row.behavior_logprobs, row), torch.float32), device),
-        policy_versions=sent(laid(lambda row: trained(row.policy_versions, row), torch.int64), device),
+        mask=sent(is_trained, device),
+        episode_tokens=sent(num_trained, device),
+        behavior_logprobs=sent(logprobs, device),
+        policy_versions=sent(versions, device),
         advantages=torch.zeros((num_rows, width - first), dtype=torch.float32, device=device),
         has_gradient=has_gradient,
     )

@@ -53,14 +53,10 @@ def fit_attention(
     """
     dtype = torch_dtype(settings.dtype, model.device)
     if dtype is torch.bfloat16:
-        for each in (model, trunk):
-            if each is not None:
-                prefer_float32_attention(each)
+        prefer_float32_attention(model, trunk)
     if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
         return False
-    for each in (model, trunk, reference):
-        if each is not None:
-            prefer_packed_attention(each)
+    prefer_packed_attention(model, trunk, reference)
     with compute_in(dtype, model.device):
         has_head = parallel.pipeline.is_last
         is_sound = parallel.run(model, lambda whole: packs_as_it_pads(whole, has_head=has_head))
@@ -81,9 +77,7 @@ def fit_sharing(
     with separate trajectories."""
     if not settings.share_prompts:
         return False
-    for each in (model, trunk, reference):
-        if each is not None:
-            prefer_packed_attention(each)
+    prefer_packed_attention(model, trunk, reference)
     for each in (model,) if reference is None else (model, reference):
         with compute_in(torch_dtype(settings.dtype, model.device), model.device):
             is_sound = packs_as_it_pads(each, shares=(1, 3, 2))

@@ -1,10 +1,10 @@
-"""AdamW, the learning rate as a pure function of the train step, gradient clipping, and the optimiser's state by
-parameter name."""
+"""AdamW, the schedule of the learning rate, gradient clipping, and the optimiser's state by parameter name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,32 +14,39 @@ from baton.policy.sharding import by_mesh, local, whole
 from baton.trainer.settings import Decay, OptimizerName
 
 
-def learning_rate(
-    step: int, *, lr: float, warmup_steps: int, decay: Decay, total_steps: int, min_lr_frac: float
-) -> float:
-    """Return the learning rate of all updates of train step `step` (counted from 1) of `total_steps`.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Warm-up and decay of the learning rate."""
 
-    The warm-up is linear: the rate is above 0 in the first step, and `lr` at step `warmup_steps`. After the warm-up,
-    the rate is constant or decays to `lr × min_lr_frac`, which it would reach at step `total_steps + 1`.
-    """
-    assert step >= 1, f"train steps count from 1: got {step}"
-    if step <= warmup_steps:
-        return lr * step / warmup_steps
-    if decay == "constant":
-        return lr
-    progress = min(1.0, (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps))
-    remaining = 1.0 - progress if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return lr * (min_lr_frac + (1.0 - min_lr_frac) * remaining)
+    warmup_steps: int
+    decay: Decay
+    total_steps: int
+    min_lr_frac: float = 0.0
 
+    def learning_rate(self, step: int, peak: float) -> float:
+        """Return the learning rate of all updates of train step `step`, counted from 1.
 
-def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when no step remains for the decay after the warm-up. `section`: recipe section, for the
-    message."""
-    if decay != "constant" and warmup_steps >= total_steps:
-        raise UserError(
-            f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "
-            f"because the learning rate decays ({decay}) after the warm-up; lower it or raise the number of steps"
-        )
+        The warm-up is linear: the rate is above 0 in the first step, and `peak` at step `warmup_steps`. After the
+        warm-up, the rate is constant or decays to `peak × min_lr_frac`, which it would reach at step `total_steps + 1`.
+        """
+        assert step >= 1, f"train steps count from 1: got {step}"
+        if step <= self.warmup_steps:
+            return peak * step / self.warmup_steps
+        if self.decay == "constant":
+            return peak
+        progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        remaining = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return peak * (self.min_lr_frac + (1.0 - self.min_lr_frac) * remaining)
+
+    def check(self, section: str) -> None:
+        """Raise UserError when no step remains for the decay after the warm-up. `section`: recipe section, for the
+        message."""
+        if self.decay != "constant" and self.warmup_steps >= self.total_steps:
+            raise UserError(
+                f"{section}.warmup_steps: got {self.warmup_steps}, allowed are fewer than the {self.total_steps} steps "
+                f"of the run, because the learning rate decays ({self.decay}) after the warm-up; lower it or raise the "
+                "number of steps"
+            )
 
 
 def make_optimizer(

@@ -18,15 +18,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from baton.errors import EngineFault, UserError
-from baton.trainer.advantages import (
-    ESTIMATORS,
-    AdvantageShape,
-    FloatArray,
-    Outcome,
-    Turns,
-    normalized,
-    overlong_penalty,
-)
+from baton.trainer.advantages import ESTIMATORS, FloatArray, Outcome, Turns, normalized, overlong_penalty
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.types import Batch, FinishReason, Group, ScoredTrajectory, TokenColumn, Trajectory, id_column
 
@@ -94,11 +86,10 @@ def minibatches(
     """Return the training samples of each minibatch, with advantages if these need no forward pass. Raises UserError
     for a group with too few members or for fewer groups than minibatches."""
     for group in batch.groups:
-        if len(group.members) < max(1, algorithm.fewest_judged):
+        if len(group.members) < algorithm.fewest_judged:
             raise UserError(
-                f"group {group.group_id} has {len(group.members)} members, allowed are "
-                f"{max(1, algorithm.fewest_judged)} or more with algorithm.advantage = {algorithm.advantage!r}; raise "
-                "rollout.group_size"
+                f"group {group.group_id} has {len(group.members)} members, allowed are {algorithm.fewest_judged} or "
+                f"more with algorithm.advantage = {algorithm.advantage!r}; raise rollout.group_size"
             )
     parts = [
         training_samples(part, algorithm, oldest=oldest, longest=longest)
@@ -227,7 +218,7 @@ def estimate(
         )
         for paths in episodes
     ]
-    found = ESTIMATORS[algorithm.advantage](outcomes, AdvantageShape(algorithm.gamma, algorithm.gae_lambda))
+    found = ESTIMATORS[algorithm.advantage](outcomes, algorithm)
     ends = [np.cumsum([samples[place].num_policy for place in paths]) for paths in episodes]
     return [part for values, cuts in zip(found, ends, strict=True) for part in np.split(values, cuts[:-1])]
 

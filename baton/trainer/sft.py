@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from baton.errors import TrainingDiverged
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import compute_in, padded_scores, prefer_float32_attention
-from baton.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
+from baton.trainer.optimizer import Schedule, make_optimizer, set_learning_rate
 from baton.trainer.settings import SftSettings
 
 LENGTH_MULTIPLE = 8
@@ -34,6 +34,11 @@ class Demonstration(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+def schedule_of(settings: SftSettings) -> Schedule:
+    """Return the schedule of the learning rate."""
+    return Schedule(settings.warmup_steps, "cosine", settings.steps, MIN_LR_FRAC)
 
 
 def fine_tune(
@@ -65,17 +70,7 @@ def fine_tune(
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             raise TrainingDiverged(f"warm start step {step}: the gradient is not finite (loss {loss})")
-        set_learning_rate(
-            optimizer,
-            learning_rate(
-                step,
-                lr=settings.lr,
-                warmup_steps=settings.warmup_steps,
-                decay="cosine",
-                total_steps=settings.steps,
-                min_lr_frac=MIN_LR_FRAC,
-            ),
-        )
+        set_learning_rate(optimizer, schedule_of(settings).learning_rate(step, settings.lr))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         on_step(step, loss, num_tokens)

@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple
 import numpy as np
 import torch
 
-from baton.trainer.corrections import BehaviorDistance, Scalar
-from baton.trainer.critic import ValueSums
+from baton.trainer.corrections import BehaviorDistance
+from baton.trainer.critic import Scalar, ValueSums
 from baton.trainer.parallel.group import SingleRank
 
 
@@ -52,7 +52,7 @@ class Totals:
     value_grad_norms: list[float] = field(default_factory=list)
     """Gradient norm of a separate critic in each update; empty without a separate critic."""
     tokens: TokenSums[float] = field(default_factory=lambda: TokenSums(*[0.0] * 9))
-    distance: BehaviorDistance[float] = field(default_factory=lambda: BehaviorDistance(*[0.0] * 6))
+    distance: BehaviorDistance = field(default_factory=BehaviorDistance)
     values: ValueSums[float] = field(default_factory=lambda: ValueSums(*[0.0] * 5))
     real: float = 0.0
     """Number of tokens in the passes of the updates, without padding."""
@@ -65,27 +65,20 @@ class Totals:
     `trainer.speeds`, each rank's `places` is first divided by the rank's relative speed. None with one rank."""
 
     def add(
-        self,
-        tokens: TokenSums[torch.Tensor],
-        distance: BehaviorDistance[torch.Tensor],
-        rows: torch.Tensor,
-        *,
-        num_tokens: int,
-        num_places: int,
+        self, tokens: TokenSums[torch.Tensor], rows: torch.Tensor, *, num_tokens: int, num_places: int
     ) -> tuple[float, list[list[float]]]:
-        """Add the sums of one microbatch. Return its loss and its `row_distances` as numbers. Waits once for the
-        device."""
-        numbers = _numbers((*tokens, *distance, rows))
+        """Add the sums of one microbatch. `rows`: its `row_distances`. Return its loss and `rows` as numbers. Waits
+        once for the device."""
+        numbers, width = _numbers((*tokens, rows)), rows.shape[1]
         found = TokenSums(*numbers[: len(tokens)])
-        apart = BehaviorDistance(*numbers[len(tokens) : len(tokens) + len(distance)])
-        of_rows = numbers[len(tokens) + len(distance) :]
+        of_rows = [numbers[begin : begin + width] for begin in range(len(tokens), len(numbers), width)]
         self.tokens = TokenSums(*map(add, self.tokens, found))
-        max_diff = max(self.distance.max_diff, apart.max_diff)
-        self.distance = BehaviorDistance(*map(add, self.distance, apart))._replace(max_diff=max_diff)
+        for *distance, _ in of_rows:
+            self.distance = self.distance.plus(BehaviorDistance(*distance))
         self.real += num_tokens
         self.places += num_places
         self.largest = max(self.largest, num_places)
-        return found.loss, [of_rows[i : i + rows.shape[1]] for i in range(0, rows.numel(), rows.shape[1])]
+        return found.loss, of_rows
 
     def add_values(self, sums: ValueSums[torch.Tensor]) -> None:
         self.values = ValueSums(*map(add, self.values, _numbers(sums)))

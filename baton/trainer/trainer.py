@@ -73,8 +73,13 @@ class Trainer(StepTrainer, Protocol):
     """Computes policy version v + 1 from version v and a batch."""
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
-        gradient is not finite. If the step failed after its first update, the next call must be `restore`."""
+        """Run one train step and return its metrics by name.
+
+        Raises TrainingDiverged before an update whose loss or gradient is not finite, or if the mismatch of engine and
+        trainer exceeds its error limit. Raises UserError for a group that is too small for the algorithm, and
+        EngineFault for a logprob that is not finite. If the step failed after its first update, the next call must be
+        `restore`.
+        """
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
         """Run one train step, in a new thread if `in_background`."""

@@ -13,13 +13,7 @@ from baton.errors import Suspect, TrainingDiverged
 from baton.policy.logprobs import TokenScores
 from baton.trainer.alarms import excessive_mismatch
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.corrections import (
-    CORRECTIONS,
-    CorrectionShape,
-    behavior_distance,
-    correction_shape,
-    row_distances,
-)
+from baton.trainer.corrections import CORRECTIONS, BehaviorDistance, CorrectionShape, correction_shape, row_distances
 from baton.trainer.critic import Critic, value_loss, value_sums
 from baton.trainer.forward import Passes
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
@@ -100,11 +94,13 @@ class Update:
         self._raise_if_diverged()
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Perform one update. Raises TrainingDiverged, before the weights change, if loss or gradient is not finite, or
-        if the mismatch of engine and trainer exceeds its error limit."""
+        """Perform one update. Raises TrainingDiverged, before the weights change, if loss or gradient of any rank is
+        not finite, or if the mismatch of engine and trainer exceeds its error limit."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
-        shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
+        divided_by = divisor(part.num_episodes, part.num_trained_tokens, algorithm.aggregation, self.longest)
+        shape = LossShape(algorithm.clip_low, algorithm.clip_high, algorithm.aggregation, divided_by)
+        correction = correction_shape(algorithm, at_start, parallel.all_of)
         elsewhere = self._elsewhere(part, prepared, shape, correction)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
@@ -134,7 +130,7 @@ class Update:
         shapes = [self.passes.hidden_shape(each.micro.inputs) for each in prepared]
         parallel.pipeline.run(shapes, num_backward, forward, backward)
         parallel.after_backward()
-        self._move(part, has_gradient=num_backward > 0)
+        self._step_optimizers(part, has_gradient=num_backward > 0)
         self.totals.losses.append(policy_sum)
         if critic is not None:
             self.totals.value_losses.append(value_sum)
@@ -168,15 +164,6 @@ class Update:
             found = sums_elsewhere(part.rows, [one.micro for one in prepared], own, self.passes.parallel)
         return found
 
-    def _shape(self, part: MiniBatch) -> LossShape:
-        algorithm = self.passes.algorithm
-        return LossShape(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            aggregation=algorithm.aggregation,
-            divisor=divisor(part.num_episodes, part.num_trained_tokens, algorithm.aggregation, self.longest),
-        )
-
     def _policy_loss(
         self,
         each: PreparedMicroBatch,
@@ -193,7 +180,6 @@ class Update:
         # Without proximal logprobs, only the first update compares engine and trainer at equal weights.
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
-        distance = behavior_distance(inputs, is_current)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
         if each.fixed.reference_logprobs is not None:
@@ -222,7 +208,7 @@ class Update:
         # An idle microbatch (filler for a rank with fewer rows) counts too, because a forward pass computes its tokens.
         num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
         rows = row_distances(inputs, is_current)
-        value, of_rows = self.totals.add(sums, distance, rows, num_tokens=num_tokens, num_places=num_places)
+        value, of_rows = self.totals.add(sums, rows, num_tokens=num_tokens, num_places=num_places)
         is_compared = algorithm.num_updates > 1 and each.fixed.proximal_logprobs is not None  # by `compare`
         if not self.totals.grad_norms and not is_compared:
             self.compared.append((micro, of_rows))
@@ -237,9 +223,8 @@ class Update:
         self.totals.add_values(value_sums(is_clipped, old, returns, mask))
         return loss
 
-    def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
-        """Clip the gradients and step the optimisers. Raises TrainingDiverged if any rank found a number that is not
-        finite, or a mismatch above the error limits."""
+    def _step_optimizers(self, part: MiniBatch, *, has_gradient: bool) -> None:
+        """Clip the gradients and step the optimisers, unless the update has diverged."""
         norms, parallel = [], self.passes.parallel
         for learner in self.learners:
             if not has_gradient:
@@ -259,14 +244,15 @@ class Update:
     def _raise_if_diverged(self) -> None:
         rows = []
         for micro, distances in self.compared:
-            for row, (current, mismatch, max_diff, place) in zip(micro.rows, distances, strict=False):
-                if current:
+            for row, (*numbers, place) in zip(micro.rows, distances, strict=False):
+                found = BehaviorDistance(*numbers)
+                if found.current:
                     token = int(place) + micro.inputs.first - row.prompt_length
-                    rows.append((Suspect(row.name, row.path, token), current, mismatch, max_diff))
+                    rows.append((Suspect(row.name, row.path, token), found.current, found.mismatch, found.max_diff))
         self.compared.clear()
-        found = excessive_mismatch(rows, self.passes.settings, has_agreed=self.has_agreed)
-        if self.trouble is None and found is not None:
-            self.trouble = f"train step {self.step}: {found}"
+        text = excessive_mismatch(rows, self.passes.settings, has_agreed=self.has_agreed)
+        if self.trouble is None and text is not None:
+            self.trouble = f"train step {self.step}: {text}"
         if trouble := self.passes.parallel.agreed(self.trouble):
             raise TrainingDiverged(trouble)
 

@@ -20,7 +20,7 @@ from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
 from baton.stop import StopRequest
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(900)]
@@ -61,8 +61,8 @@ def assert_same_run(one: RunDirectory, other: RunDirectory) -> None:
             for a, b in zip(ours.members, theirs.members, strict=True):
                 assert a.trajectory == b.trajectory
                 assert a.judgement.reward == b.judgement.reward
-    saved = [latest_checkpoint(run.checkpoints) for run in (one, other)]
-    mine, its = (load_file(next(found.glob("*.safetensors"))) for found in saved if found is not None)
+    saved = [list_checkpoints(run.checkpoints)[-1] for run in (one, other)]
+    mine, its = (load_file(next(found.glob("*.safetensors"))) for found in saved)
     assert mine.keys() == its.keys()
     assert all(torch.equal(mine[name], its[name]) for name in mine)
 

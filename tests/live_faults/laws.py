@@ -22,7 +22,7 @@ from typing import Any
 
 from baton.files import verify
 from baton.records.metrics import read_metrics
-from baton.trainer.checkpoint import checkpoint_step, latest_checkpoint
+from baton.trainer.checkpoint import checkpoint_step, list_checkpoints
 from tests.live_faults.driver import GROUP_SIZE, GROUPS, MODES, STEPS, Case, case_of
 from tests.live_faults.faults import Fault
 from tests.live_faults.points import digest_of
@@ -89,10 +89,9 @@ def _resumed(case: Case) -> None:
     must(run.recorded_steps() == list(range(1, STEPS + 1)), "resumed", run.recorded_steps())
     rows = [row["step"] for row in read_metrics(run.path) if "reward/mean" in row]
     must(rows == list(range(1, STEPS + 1)), "resumed", f"metrics of steps {rows}")
-    last = latest_checkpoint(run.checkpoints)
-    must(last is not None and checkpoint_step(last) == STEPS, "resumed", last)
-    assert last is not None
-    verify(last)
+    saved = list_checkpoints(run.checkpoints)
+    must([checkpoint_step(path) for path in saved[-1:]] == [STEPS], "resumed", saved)
+    verify(saved[-1])
     must(not list(run.path.rglob("*.unfinished")), "resumed", "a file is unfinished")
     left = [path for path in (*case.scratch, run.path / "scratch.txt") if path.exists()]
     must(not left, "resumed", f"temporary directories of a process are left: {left}")

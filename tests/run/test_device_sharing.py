@@ -24,7 +24,7 @@ from baton.run.assemble import build_loop
 from baton.run.device_sharing import DeviceSharing
 from baton.run.loop import Loop
 from baton.stop import StopRequest
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.offload import Offload
 from baton.types import PolicyVersion
@@ -71,8 +71,7 @@ def train(recipe: Recipe, **how: Any) -> RunDirectory:
 
 
 def weights_of(run: RunDirectory) -> dict[str, torch.Tensor]:
-    checkpoint = latest_checkpoint(run.checkpoints)
-    assert checkpoint is not None
+    checkpoint = list_checkpoints(run.checkpoints)[-1]
     return load_file(next(checkpoint.glob("*.safetensors")))
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from baton.console import Console
 from baton.errors import UserError
-from baton.policy.load import load_model
+from baton.policy.load import load_model, save_merged
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.run_directory import RunDirectory
@@ -59,6 +59,15 @@ def test_other_software_finds_where_a_response_ends(small: Any, tmp_path: Path) 
     assert settings.eos_token_id == tokenizer.eos_token_id
     assert settings.pad_token_id == tokenizer.pad_token_id
     assert tokenizer.chat_template is not None
+
+
+def test_a_model_without_an_id_that_ends_responses_can_be_exported(small: Any, tmp_path: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(small.model), AutoTokenizer.from_pretrained(small.model)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    save_merged(str(tmp_path / "model"), tmp_path / "out", "float32")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id is None
 
 
 def test_an_adapter_is_merged_and_its_run_can_be_the_model_of_another_run(small: Any, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from baton.run.resume import skip_batch, with_dtypes
 from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
 from baton.stop import StopRequest
-from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
+from baton.trainer.checkpoint import list_checkpoints
 from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 from baton.views.terminal.progress import TerminalObserver
 from tests.run.stopping import StopWhen
@@ -102,8 +102,7 @@ def outcome(wanted: Recipe) -> tuple[dict[str, torch.Tensor], list[dict[str, Any
     from safetensors.torch import load_file
 
     run = RunDirectory.open(wanted.run.path)
-    last = latest_checkpoint(run.checkpoints)
-    assert last is not None
+    last = list_checkpoints(run.checkpoints)[-1]
     rows = [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(run.path)]
     groups = [run.groups(step) for step in run.recorded_steps()]
     return load_file(last / "model.safetensors"), rows, run.evaluations(), groups

@@ -22,7 +22,7 @@ from typing import Any
 from baton.records.journal import Journal
 from baton.records.metrics import read_metrics
 from baton.rollout.settings import Mode
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 from baton.types import ScoredTrajectory
 from tests.rollout.episode_laws import Token, recorded_tokens, tokens_of, version_changes
 from tests.swarm.swarm_processes import Outcome, Swarm, assert_same, await_, outcome, swarm
@@ -209,10 +209,10 @@ def _is_over(run: Swarm) -> bool:
 
 def _is_complete(plan: Plan, run: Swarm) -> bool:
     """Whether a killed controller had nothing left to do."""
-    last = latest_checkpoint(run.directory / "r/checkpoints")
+    saved = list_checkpoints(run.directory / "r/checkpoints")
     return (
-        last is not None
-        and last.name.endswith(f"{plan.num_steps:06d}")
+        bool(saved)
+        and saved[-1].name.endswith(f"{plan.num_steps:06d}")
         and any(evaluation.step == plan.num_steps for evaluation in run.run.evaluations())
     )
 

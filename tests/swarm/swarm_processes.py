@@ -410,10 +410,9 @@ def outcome(run: RunDirectory) -> Outcome:
     """Read a finished run."""
     from safetensors.torch import load_file
 
-    from baton.trainer.checkpoint import latest_checkpoint
+    from baton.trainer.checkpoint import list_checkpoints
 
-    last = latest_checkpoint(run.checkpoints)
-    assert last is not None
+    last = list_checkpoints(run.checkpoints)[-1]
     groups = [msgspec.to_builtins(run.groups(step), enc_hook=plain) for step in run.recorded_steps()]
     for member in (member for step in groups for group in step for member in group["members"]):
         for exchange in member.get("episode", {}).get("exchanges", ()):

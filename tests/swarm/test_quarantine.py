@@ -27,7 +27,7 @@ from baton.swarm.auth import AccessGrant, Role, TokenFile
 from baton.swarm.messages import Welcome
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 from baton.types import FailureCause, FinishReason, FromWorker, Lease, PolicyVersion, Report
 from baton.views.terminal.progress import TerminalObserver
 
@@ -141,8 +141,7 @@ def train(
                 loop.train()
             finally:
                 loop.close()
-    last = latest_checkpoint(RunDirectory.open(wanted.run.path).checkpoints)
-    assert last is not None
+    last = list_checkpoints(RunDirectory.open(wanted.run.path).checkpoints)[-1]
     return load_file(last / "model.safetensors")
 
 

@@ -25,7 +25,7 @@ from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
 from baton.run.summary import summarise
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 from baton.types import FailureCause
 from baton.views.pages.report import render
 from baton.views.terminal.progress import TerminalObserver
@@ -151,8 +151,7 @@ def assert_learnt(run: RunDirectory, model: Path) -> dict[str, Any]:
     assert row["judge/failed"] == 0
     assert row["reward/std"] > 0
     assert row["policy/grad_norm"] > 0
-    checkpoint = latest_checkpoint(run.checkpoints)
-    assert checkpoint is not None
+    checkpoint = list_checkpoints(run.checkpoints)[-1]
     before, after = load_file(model / "model.safetensors"), load_file(checkpoint / "model.safetensors")
     assert any((before[name] != after[name]).any() for name in before)
     return row

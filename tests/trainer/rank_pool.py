@@ -56,7 +56,7 @@ class LentRanks(LocalRanks):
             place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
             self._send_frame(rank, encode(place))
 
-    def close(self, grace_s: float = 2.0) -> None:
+    def close(self) -> None:
         """They stay, for the next."""
 
 

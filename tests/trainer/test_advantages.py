@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from baton.trainer.advantages import (
     ESTIMATORS,
-    AdvantageShape,
     Outcome,
     Turns,
     gae,
@@ -22,7 +21,7 @@ from baton.trainer.algorithm import GROUP_RELATIVE, AlgorithmSettings
 
 pytestmark = pytest.mark.numerics
 
-SHAPE = AdvantageShape()
+SHAPE = AlgorithmSettings()
 
 
 def outcomes(*groups):
@@ -113,14 +112,14 @@ def test_return_to_go_by_hand():
     penalties = np.array([-0.1, -0.2, -0.3])
     (found,) = return_to_go([Outcome(0, "0/0", 1.0, 3, token_rewards=penalties)], SHAPE)
     assert found == pytest.approx([0.4, 0.5, 0.7])  # 1 − 0.6, 1 − 0.5, 1 − 0.3
-    (found,) = return_to_go([Outcome(0, "0/0", 1.0, 3)], AdvantageShape(gamma=0.5))
+    (found,) = return_to_go([Outcome(0, "0/0", 1.0, 3)], AlgorithmSettings(gamma=0.5))
     assert found == pytest.approx([0.25, 0.5, 1.0])
     assert penalties.tolist() == [-0.1, -0.2, -0.3]  # not written into
 
 
 def test_gae_by_hand():
     values = np.array([0.5, 0.4, 0.8])
-    shape = AdvantageShape(gamma=0.9, gae_lambda=0.5)
+    shape = AlgorithmSettings(gamma=0.9, gae_lambda=0.5)
     (found,) = gae([Outcome(0, "0/0", 1.0, 3, values=values)], shape)
     # δ = 0.9·0.4 − 0.5 = −0.14;  0.9·0.8 − 0.4 = 0.32;  1 − 0.8 = 0.2
     # A_2 = 0.2;  A_1 = 0.32 + 0.45·0.2 = 0.41;  A_0 = −0.14 + 0.45·0.41 = 0.0445
@@ -138,10 +137,10 @@ def test_rewards_by_turn_by_hand():
     assert flat(leave_one_out(given_in, SHAPE)) == pytest.approx([3.0, 3.0, 3.0, -3.0])  # other episodes: −1, and 2
     assert flat(return_to_go(given_in, SHAPE)) == [2.0, 2.0, 2.0, -1.0]
     # token rewards 0, 1, 2; γ ½ after each token, and the discount ½ after the turn: 1 + ¼ · 2, then half of it
-    assert flat(return_to_go(given_in, AdvantageShape(gamma=0.5))) == [0.75, 1.5, 2.0, -1.0]
-    assert flat(gae(given_in, AdvantageShape(gae_lambda=1.0))) == pytest.approx([1.5, 1.5, 1.5, -1.5])
+    assert flat(return_to_go(given_in, AlgorithmSettings(gamma=0.5))) == [0.75, 1.5, 2.0, -1.0]
+    assert flat(gae(given_in, AlgorithmSettings(gae_lambda=1.0))) == pytest.approx([1.5, 1.5, 1.5, -1.5])
     # λ 0: r + γ d V' − V with values ½: 0 + ½ − ½, 1 + ¼ − ½, 2 − ½
-    assert flat(gae(given_in, AdvantageShape(gae_lambda=0.0))) == pytest.approx([0.0, 0.75, 1.5, -1.5])
+    assert flat(gae(given_in, AlgorithmSettings(gae_lambda=0.0))) == pytest.approx([0.0, 0.75, 1.5, -1.5])
 
 
 def test_a_penalty_at_the_last_token_is_discounted_like_the_reward_of_the_last_turn():
@@ -156,9 +155,9 @@ def test_gae_has_the_lambda_of_its_paper_unless_told_otherwise():
 def test_gae_with_lambda_1_is_the_return_less_the_value_and_with_0_the_td_error():
     values, penalties = np.array([0.5, 0.4, 0.8]), np.array([-0.1, 0.0, -0.2])
     given_in = [Outcome(0, "0/0", 1.0, 3, token_rewards=penalties, values=values)]
-    (monte_carlo,) = gae(given_in, AdvantageShape(gamma=1.0, gae_lambda=1.0))
+    (monte_carlo,) = gae(given_in, AlgorithmSettings(gamma=1.0, gae_lambda=1.0))
     assert monte_carlo == pytest.approx(return_to_go(given_in, SHAPE)[0] - values)
-    (td,) = gae(given_in, AdvantageShape(gamma=1.0, gae_lambda=0.0))
+    (td,) = gae(given_in, AlgorithmSettings(gamma=1.0, gae_lambda=0.0))
     assert td == pytest.approx([-0.1 + 0.4 - 0.5, 0.8 - 0.4, 0.8 - 0.8])
 
 

@@ -18,7 +18,7 @@ from trainer_cases import (
     tiny_model,
 )
 
-from baton.policy.head import find_head
+from baton.policy.head import find_head, set_max_logits
 from baton.trainer import forward
 from baton.trainer.algorithm import PRESETS
 from baton.types import Batch, FinishReason, PolicyVersion
@@ -371,8 +371,10 @@ def test_the_head_computed_piece_by_piece_gives_the_same_update(monkeypatch):
     whole, metrics = stepped(batch, temperature=0.8, entropy_coef=0.05)
     sizes, original = [], head.score
     monkeypatch.setattr(head, "score", lambda logits, *a: sizes.append(logits.numel()) or original(logits, *a))
-    monkeypatch.setattr(head, "MAX_LOGITS", 5 * VOCAB)
-    pieces, other = stepped(batch, temperature=0.8, entropy_coef=0.05)
+    model = tiny_model()
+    find_head(model)
+    set_max_logits(model, 5 * VOCAB)
+    pieces, other = stepped(batch, model, temperature=0.8, entropy_coef=0.05)
     assert max(sizes) <= 5 * VOCAB
     assert len(sizes) > 20  # forwards, and again backwards
     for a, b in zip(whole.model.parameters(), pieces.model.parameters(), strict=True):

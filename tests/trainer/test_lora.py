@@ -186,6 +186,17 @@ def test_adapters_go_with_the_rest(base, settings):
     assert all(math.isfinite(value) for value in trainer.step(random_batch(3)).values())
 
 
+def test_a_damaged_adapter_is_refused(base, tmp_path):
+    trainer = trained(base)
+    trainer.save(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is damaged"):
+        trainer.restore(tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"^model\.path: the adapter in '.*' could not be loaded"):
+        load(tmp_path / "adapter")
+
+
 def test_a_checkpoint_of_an_adapter_is_trained_on_merged_but_under_no_second_adapter(base, tmp_path):
     trained(base).save(tmp_path / "adapter")
     merged = load(tmp_path / "adapter")

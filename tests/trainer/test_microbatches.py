@@ -129,7 +129,7 @@ def test_parts_of_groups_hold_every_row_once_within_the_budget(groups, budget):
         inputs = pad(chunk, CPU, shares_prompts=True).inputs
         firsts = accumulate(inputs.shares[:-1], initial=0)
         copies = sum(
-            (size - 1) * math.ceil(COPIED_TOKEN * inputs.prompt_lengths[first])
+            (size - 1) * math.ceil(COPIED_TOKEN * inputs.rows[first].prompt_length)
             for first, size in zip(firsts, inputs.shares, strict=True)
         )
         num_tokens = sum(map(sum, inputs.packed.shapes))

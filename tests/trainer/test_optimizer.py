@@ -5,8 +5,7 @@ import torch
 
 from baton.errors import UserError
 from baton.trainer.optimizer import (
-    check_schedule,
-    learning_rate,
+    Schedule,
     load_optimizer_tensors,
     make_optimizer,
     optimizer_tensors,
@@ -17,8 +16,8 @@ pytestmark = pytest.mark.numerics
 
 
 def rates(steps, **changes):
-    settings = {"lr": 1.0, "warmup_steps": 2, "decay": "constant", "total_steps": 6, "min_lr_frac": 0.2, **changes}
-    return [learning_rate(step, **settings) for step in steps]
+    settings = {"warmup_steps": 2, "decay": "constant", "total_steps": 6, "min_lr_frac": 0.2, **changes}
+    return [Schedule(**settings).learning_rate(step, 1.0) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -40,9 +39,9 @@ def test_without_warm_up_the_first_step_has_the_full_rate():
 
 
 def test_a_decay_needs_steps_after_the_warm_up():
-    check_schedule("trainer", warmup_steps=6, decay="constant", total_steps=6)
+    Schedule(6, "constant", 6).check("trainer")
     with pytest.raises(UserError, match="got 6, allowed are fewer than the 6 steps"):
-        check_schedule("trainer", warmup_steps=6, decay="cosine", total_steps=6)
+        Schedule(6, "cosine", 6).check("trainer")
 
 
 def parameters():

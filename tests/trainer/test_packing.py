@@ -124,9 +124,10 @@ def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
     key, value = torch.randn(2, 1, 2, sum(LENGTHS), 8).unbind()
     module = llama().model.layers[0].self_attn
     kwargs = {"scaling": 8**-0.5, "sliding_window": window}
-    by_rows, _ = packing._by_rows(module, query, key, value, None, tuple((length,) for length in LENGTHS), kwargs)
+    _, tokens = laid()
+    by_rows = packing._by_rows(module, (query, key, value), None, tokens, kwargs)
     with torch.autocast("cpu", torch.bfloat16):
-        by_kernel, _ = packing._by_kernel(kernel, query, key, value, laid()[1], kwargs)
+        by_kernel = packing._by_kernel(kernel, (query, key, value), tokens, kwargs)
     assert by_kernel.shape == by_rows.shape == (1, sum(LENGTHS), 4, 8)
     torch.testing.assert_close(by_kernel.float(), by_rows, atol=0.03, rtol=0.03)
 

@@ -23,7 +23,7 @@ from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run import assemble as build
-from baton.trainer.checkpoint import latest_checkpoint
+from baton.trainer.checkpoint import list_checkpoints
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.views.terminal.progress import TerminalObserver
 from tests.model_families import tiny_config
@@ -75,8 +75,7 @@ def train(wanted: Recipe, *, resume: bool = False, stop_after: int = STEPS) -> N
 
 
 def weights(wanted: Recipe) -> dict[str, torch.Tensor]:
-    found = latest_checkpoint(RunDirectory.open(wanted.run.path).checkpoints)
-    assert found is not None
+    found = list_checkpoints(RunDirectory.open(wanted.run.path).checkpoints)[-1]
     return load_file(found / "model.safetensors")
 
 
@@ -130,8 +129,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_its_name_and_the_run_can_go_on(
     monkeypatch.setattr(build, "LocalRanks", lambda count, *, threads, publish_in: pool.lend(count))
     wanted = recipe(run_model, tmp_path)
     train(wanted, stop_after=1)
-    checkpoint = latest_checkpoint(RunDirectory(wanted.run.path).checkpoints)
-    assert checkpoint is not None
+    checkpoint = list_checkpoints(RunDirectory(wanted.run.path).checkpoints)[-1]
     shard = next((checkpoint / "baton" / "optimizer").glob("*.safetensors"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -208,6 +208,16 @@ def test_a_token_without_its_mask_and_an_unknown_id_are_refused() -> None:
     assert first.members
 
 
+def test_after_a_missing_mask_between_updates_only_a_checkpoint_can_follow() -> None:
+    """With `bypass` no forward pass precedes the first update, so the second minibatch is read after it."""
+    batch = generated(tiny_model(), num_groups=4, top_k=5)
+    trainer = make_trainer(num_minibatches=2, correction="bypass")
+    with pytest.raises(EngineFault, match="reported sampling masks"):
+        trainer.step(Batch(1, (*batch.groups[:3], without_masks(batch).groups[3])))
+    with pytest.raises(AssertionError, match="restore a checkpoint first"):
+        trainer.publish()
+
+
 def test_microbatches_lay_each_mask_at_its_token() -> None:
     batch = generated(tiny_model(), top_p=0.8)
     rows = training_samples(batch.groups, AlgorithmSettings())

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainer_cases import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from baton.errors import UserError
 from baton.policy import stored_tensors
 from baton.policy.digest import identity_digest
-from baton.policy.load import load_empty, load_model, open_weights
+from baton.policy.load import check_weight_files, load_empty, load_model, open_weights
 from baton.policy.stored_tensors import (
     ReadAtAccess,
     StoredTensors,
@@ -131,6 +132,16 @@ def test_files_in_another_arrangement_are_loaded_whole(tmp_path: Path, caplog: p
     fill_model(model, open_weights(str(tmp_path), model), CPU)
     assert "each process loads the whole model" in caplog.text
     assert weights_digest(policy_tensors(model)) == weights_digest(policy_tensors(whole))
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b"{", b"\xff"])
+def test_a_damaged_index_of_weight_files_is_refused(content: bytes, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"index\.json is not an index of weight files"):
+        check_weight_files(str(tmp_path))
+    with pytest.raises(UserError, match=r"index\.json is not an index of weight files"):
+        open_weights(str(tmp_path), load_empty(str(tmp_path), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

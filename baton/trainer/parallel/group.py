@@ -15,6 +15,7 @@ microbatches. Only the last stage has scores, losses and metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -132,7 +133,7 @@ class RankGroup(SingleRank):
         shape = num_stages, num_data, tensor_parallel
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "data", "products"))
         self._column = mesh["stages"]
-        self._data, self._products = mesh["data"], mesh["products"] if tensor_parallel > 1 else None
+        self._data, self._products = mesh["data"], mesh["products"]
         self._shards, self._dtype = self._data, dtype
         if shard_size is not None and shard_size < num_data:
             assert tensor_parallel == 1, "TrainerSettings refuses copies of a model with tensor parallelism"
@@ -144,9 +145,8 @@ class RankGroup(SingleRank):
         self._reduces_each = settings.shard_gradients
         self._sharded: dict[int, Sharded] = {}
         self._cut: dict[int, StageModel] = {}
-        self._left_apart: list[torch.nn.Parameter] = []
-        self._unsharded: list[torch.nn.Parameter] = []
-        self._shared: list[torch.nn.Parameter] = []
+        self._unsummed: list[tuple[torch.nn.Parameter, Callable[[torch.Tensor], Any]]] = []
+        """Parameters whose gradients FSDP does not sum over the ranks, with the functions that sum them in place."""
         self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
@@ -165,15 +165,18 @@ class RankGroup(SingleRank):
                 if module is modules[0] and self.pipeline.is_last:
                     self.repeated = shared
             model = module if isinstance(module, PreTrainedModel) else getattr(module, "trunk", None)
-            if self._products is not None and model is not None:
+            if self._products.size() > 1 and model is not None:
                 apart = {id(parameter) for parameter in split_products(model, self._products)}
                 names = [name for name, parameter in module.named_parameters() if id(parameter) in apart]
             sharded = self._sharded[id(module)] = Sharded(module, self._shards, self._dtype)
             if (weights := own or stored[0]) is not None:
                 fill_model(module, weights, self._device)
-            self._left_apart += [module.get_parameter(name) for name in names]
-            self._unsharded += [module.get_parameter(name) for name in sharded.unsharded]
-            self._shared += [module.get_parameter(name) for name in shared]
+            sums: tuple[tuple[Sequence[str], Callable[[torch.Tensor], Any]], ...] = (
+                (names, partial(dist.all_reduce, group=self._products.get_group())),
+                (sharded.unsharded, partial(dist.all_reduce, group=self._data.get_group())),
+                (shared, self.pipeline.add_other_end),
+            )
+            self._unsummed += [(module.get_parameter(name), add) for own_names, add in sums for name in own_names]
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
         self._stored[id(model)] = stored
@@ -196,16 +199,9 @@ class RankGroup(SingleRank):
         """Sum the gradients that FSDP does not sum over the ranks. These are the gradients of three kinds of
         parameters: of layers that each rank applies only to its own attention heads, of parameters that FSDP does not
         shard, and of a tied embedding, which is in the first and in the last stage."""
-        for parameter in self._left_apart:
-            if parameter.grad is not None:
-                assert self._products is not None
-                dist.all_reduce(local(parameter.grad), group=self._products.get_group())
-        for parameter in self._unsharded:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self._data.get_group())
-        for parameter in self._shared:
+        for parameter, add in self._unsummed:
             if parameter.grad is not None and local(parameter.grad).numel():
-                self.pipeline.add_other_end(local(parameter.grad))
+                add(local(parameter.grad))
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
         if self.pipeline.num_stages == 1:
@@ -247,14 +243,13 @@ class RankGroup(SingleRank):
         return [each[:length] for each, length in zip(found, lengths, strict=True)]
 
     def agreed(self, trouble: str | None) -> str | None:
-        nobody = self.num_ranks
-        first = -int(self.largest(-float(nobody if trouble is None else dist.get_rank())))
-        return None if first == nobody else self._told(trouble or "", first)
+        first = -int(self.largest(-float(self.num_ranks if trouble is None else self.rank)))
+        return None if first == self.num_ranks else self._broadcast(trouble or "", first)
 
     def of_first(self, text: str) -> str:
-        return self._told(text, 0)
+        return self._broadcast(text, 0)
 
-    def _told(self, text: str, rank: int) -> str:
+    def _broadcast(self, text: str, rank: int) -> str:
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
         found = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         dist.broadcast(found, rank)

@@ -65,7 +65,7 @@ class LocalRanks:
             while len(answers) < self._size:
                 waiting = {socket: rank for rank, socket in enumerate(self._sockets) if rank not in answers}
                 if (left_s := deadline_s - time.monotonic()) <= 0:
-                    raise self._silent(waiting, f"{type(message).__name__} in {timeout_s:.0f} s")
+                    raise self._timeout_error(waiting, f"{type(message).__name__} in {timeout_s:.0f} s")
                 for socket in ready(waiting, left_s):
                     answer = self._receive(waiting[socket])
                     if answer is not None:
@@ -81,9 +81,9 @@ class LocalRanks:
         """Return the path itself: ranks and caller share the file system."""
         return Path(path)
 
-    def close(self, grace_s: float = 2.0) -> None:
-        """Close the sockets, and kill ranks that have not exited after `grace_s`. Idempotent."""
-        end_children(self._sockets, self._processes, grace_s=grace_s)
+    def close(self) -> None:
+        """Close the sockets, and kill ranks that have not exited after 2 s. Idempotent."""
+        end_children(self._sockets, self._processes, grace_s=2.0)
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -108,7 +108,7 @@ class LocalRanks:
             raise self._exit_error(rank) from error
         return None if frame is None else decode_from_rank(frame)
 
-    def _silent(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
+    def _timeout_error(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
         names = ", ".join(map(str, waiting.values()))
         unread = ", ".join(
             f"rank {rank} has not read the last {socket.num_unsent_bytes} bytes of the request"

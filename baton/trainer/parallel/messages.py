@@ -213,24 +213,9 @@ ToRank = (
 )
 FromRank = Listening | Ready | Stepped | Published | DeviceMemory | Described | Sending | Fault
 
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
-
-
-def encode(message: ToRank | FromRank) -> bytes:
-    """Return a message as msgpack, for transports that carry bytes."""
-    return _encoder.encode(message)
-
-
-def decode_to_rank(data: bytes) -> ToRank:
-    """Decode a message to a rank. Raises msgspec.DecodeError."""
-    return _to_rank.decode(data)
-
-
-def decode_from_rank(data: bytes) -> FromRank:
-    """Decode a message from a rank. Raises msgspec.DecodeError."""
-    return _from_rank.decode(data)
+encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
+decode_to_rank = msgspec.msgpack.Decoder[ToRank](ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder[FromRank](FromRank).decode
 
 
 def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:

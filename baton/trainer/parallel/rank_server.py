@@ -83,7 +83,7 @@ class RankServer:
             case messages.Listen():
                 return self._listen()
             case messages.RankSetup():
-                device, setup = self._meet(message), message.trainer
+                device, setup = self._join_group(message), message.trainer
                 set_up_threads(self._place.threads, deterministic=setup.deterministic)
                 parallel = RankGroup(device, TrainerSettings.model_validate(setup.trainer))
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
@@ -100,7 +100,7 @@ class RankServer:
                 self._trained.restore(Path(directory))
                 return messages.Ready(self._trained.version)
             case messages.UseDevice(is_awake=is_awake):
-                return self._take_turn(is_awake)
+                return self._use_device(is_awake)
             case messages.Describe():
                 return self._describe(message.bucket_bytes)
             case messages.ConnectReplica():
@@ -139,7 +139,7 @@ class RankServer:
         )
         return messages.Listening(place.host, port)
 
-    def _meet(self, message: messages.RankSetup) -> torch.device:
+    def _join_group(self, message: messages.RankSetup) -> torch.device:
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)
         if device.type == "cuda":
@@ -161,7 +161,7 @@ class RankServer:
         )
         return device
 
-    def _take_turn(self, is_awake: bool | None) -> messages.DeviceMemory:
+    def _use_device(self, is_awake: bool | None) -> messages.DeviceMemory:
         """Sleep if `is_awake` is False, wake up if True, and do neither if None. No collective is needed: the transport
         waits for the answers of all ranks, so all ranks have freed their devices before an engine starts."""
         trainer = self._trained
@@ -194,7 +194,7 @@ class RankServer:
         try:
             return messages.Sending(begin())
         except Exception as error:  # noqa: BLE001  # of a communicator: sockets, NCCL, vLLM
-            return messages.Sending({}, first_line(error) or type(error).__name__)
+            return messages.Sending({}, first_line(error))
 
     def _publish(self) -> messages.Published:
         path = Path()

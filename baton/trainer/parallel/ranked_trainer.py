@@ -54,7 +54,7 @@ class RankedTrainer(Trainer):
         return self._version
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step on all ranks. Raises the errors of `LocalTrainer.step`, or RankLost."""
+        """Run one train step on all ranks. Raises the errors of `Trainer.step`, and RankLost."""
         answers = self._ask(messages.TrainStep(batch), messages.Stepped)
         self._version = answers[0].version
         return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them

@@ -27,14 +27,13 @@ def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...
     last stage also computes the head. Raises UserError if the layers do not add up to `num_layers`, or a stage has
     none.
     """
-    wanted = stages if isinstance(stages, int) else tuple(stages)
-    if isinstance(wanted, int):
-        found = tuple(num_layers // wanted + (stage < num_layers % wanted) for stage in range(wanted))
+    if isinstance(stages, int):
+        found = tuple(num_layers // stages + (stage < num_layers % stages) for stage in range(stages))
     else:
-        found = wanted
+        found = tuple(stages)
     if sum(found) != num_layers or min(found) < 1:
         raise UserError(
-            f"trainer.stages: got {wanted if isinstance(wanted, int) else list(wanted)}, but the model has "
+            f"trainer.stages: got {stages if isinstance(stages, int) else list(stages)}, but the model has "
             f"{num_layers} layers; allowed are at most {num_layers} stages, or layer counts above 0 with this sum"
         )
     return found
