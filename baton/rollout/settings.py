@@ -63,11 +63,9 @@ class Rules:
 
     def max_outstanding(self, overprovision: float) -> float:
         """Return the maximum number of open groups in mode `partial`."""
-        return (
-            max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
-            if (math.isfinite(overprovision))
-            else math.inf
-        )
+        if math.isinf(overprovision):
+            return math.inf
+        return max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
 
 
 class RolloutSettings(Settings):
@@ -167,8 +165,7 @@ class RolloutSettings(Settings):
 
     def rules(self) -> Rules:
         """Resolve the defaults, which depend on the mode."""
-        is_adaptive = self.overprovision == "auto"
-        staleness = self.max_staleness
+        is_adaptive, staleness = self.overprovision == "auto", self.max_staleness
         if staleness is None:
             staleness = 0 if self.mode == "sync" else DEFAULT_MAX_STALENESS
         most = MAX_AUTO_OVERPROVISION if self.stale == "mask" else min(MAX_AUTO_OVERPROVISION, staleness + 1)
