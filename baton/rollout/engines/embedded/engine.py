@@ -18,7 +18,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
-from baton.policy.routing import Routing, RoutingReplay
+from baton.policy.routing import RoutingReplay
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes
@@ -69,10 +69,7 @@ class EmbeddedEngine(SlotEngine):
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._routers = RoutingReplay(model) if settings.report_routing else None
         self.network = Network(
-            model,
-            settings.slots,
-            settings.max_context_tokens,
-            attends_by_row=settings.row_attention,
+            model, settings.slots, settings.max_context_tokens, attends_by_row=settings.row_attention
         )
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
@@ -111,7 +108,7 @@ class EmbeddedEngine(SlotEngine):
         assert not left, f"the engine cannot sleep with {left} leases"
         self._kept.clear()
         self._params = None
-        self._needs_version = self._needs_version or not self.network.is_resting
+        self._needs_version = True
         self.network.sleep()
 
     def wake_up(self) -> None:
@@ -158,7 +155,7 @@ class EmbeddedEngine(SlotEngine):
                 for key in keys:
                     self.network.cache.write(slot, self._kept[key], key.begin)
                 trajectory = row.lease.trajectory
-                self._inputs[:, slot] = row.last_id, row.position, row.length
+                self._inputs[:, slot] = row.ids[-1], row.position, row.length
                 self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
                 self._is_in_flight |= not row.lease.is_exact
         self._drop_kept()
@@ -241,7 +238,7 @@ class EmbeddedEngine(SlotEngine):
         kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
         inputs_W = sent(torch.from_numpy(inputs[:2].copy()), device)
         with torch.inference_mode():
-            with self._recorded() as chosen:
+            with nullcontext({}) if self._routers is None else self._routers.recorded() as chosen:
                 logits_WV = self.network.decode(inputs_W[0], inputs_W[1], kv_length)
             uniform_W = uniforms(self._noise_keys[:width], inputs[2])
             ids_W, logprob_W, masks = sample(logits_WV, self._params, uniform_W)
@@ -258,9 +255,6 @@ class EmbeddedEngine(SlotEngine):
         if table.num_running != running:
             self._params = None
         return reports
-
-    def _recorded(self) -> AbstractContextManager[Routing]:
-        return nullcontext({}) if self._routers is None else self._routers.recorded()
 
     def _order_rows(self, width: int, *, is_ordering: bool) -> None:
         """Reset empty rows to position 0. With `is_ordering`, also move rows of similar length into adjacent slots if

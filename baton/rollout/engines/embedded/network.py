@@ -16,7 +16,7 @@ differ from those of decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError, first_line
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.memory import held_bytes
-from baton.policy.tensors import check_fit
+from baton.policy.tensors import load_version
 from baton.rollout.engines.embedded.cache import (
     KV_BUCKET,
     Masks,
@@ -93,12 +93,7 @@ class Network:
     """A model with its slots and attention masks."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        slots: int,
-        max_context_tokens: int,
-        *,
-        attends_by_row: bool = False,
+        self, model: PreTrainedModel, slots: int, max_context_tokens: int, *, attends_by_row: bool = False
     ) -> None:
         """Allocate the slots. Raises UserError for a model that does not work with this KV cache. attends_by_row:
         whether each row attends only over its own length (`row_attention.py`); a decode step then always receives the
@@ -212,21 +207,12 @@ class Network:
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy new values into the parameters, cast to the parameters' dtype. An adapter is merged into the weights of
-        the last version that was a whole model. `tensors` may contain a tied parameter under any of its names. Raises
-        EngineFault, without changing any weight, for missing or unknown names and for different shapes."""
-        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        if is_adapter(tensors):
-            if self._shapes:
-                raise EngineFault("cannot load an adapter: the engine has freed its weights and needs a whole version")
-            self._copy(own, self._base.merged(own, tensors))
-            self._is_whole = False
-            return
-        check_fit(self.model, own, tensors)
-        self._base.forget()
-        self._copy(own, tensors.items())
+        """Load a version as `load_version` does. Also raises EngineFault for an adapter whose base `sleep` has freed."""
+        if self._shapes and is_adapter(tensors):
+            raise EngineFault("cannot load an adapter: the engine has freed its weights and needs a whole version")
+        self._is_whole = load_version(self.model, self._base, tensors)
         self._shapes.clear()
-        self._is_whole = True
+        self._packed.refresh()
 
     @property
     def held_bytes(self) -> int:
@@ -264,12 +250,6 @@ class Network:
             else:
                 parameter.data = parameter.data.to(self.device)
         self.cache.allocate()
-
-    def _copy(self, own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Any]]) -> None:
-        with torch.inference_mode():
-            for name, tensor in tensors:
-                own[name].copy_(tensor)
-        self._packed.refresh()
 
     def _proven_cache(self) -> SlotCache:
         try:
