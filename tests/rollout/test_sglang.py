@@ -118,7 +118,7 @@ def test_an_abort_keeps_all_that_was_made_even_what_comes_after_it(
     when: dict[int, int] = {}
 
     def after(grown: dict[int, Trajectory]) -> None:
-        heard = len(engine.running[min(engine.running)].ids) - len(PROMPT) if engine.running else 0
+        heard = len(engine.running[min(engine.running)].row.ids) - len(PROMPT) if engine.running else 0
         if heard >= 3 and not when:
             engine.abort(0)
             when[0] = heard

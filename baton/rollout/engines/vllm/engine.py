@@ -22,11 +22,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from numpy.typing import NDArray
 from safetensors.torch import save_file
@@ -56,8 +57,6 @@ _CPU_BLOCK = 128
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 """Matches the layer number in a router's name."""
-
-Built = TypeVar("Built")
 
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM allows for `max_lora_rank`, beginning with vLLM's default."""
@@ -170,11 +169,11 @@ class VllmEngine(ExternalEngine[VllmClient]):
         before, self._sent_bytes = self._sent_bytes, 0 if self.direct is None else self.direct.sent_bytes
         return {} if self.direct is None else {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
 
-    def use_direct(self, direct: DirectTransfer, timeout_s: float) -> None:
-        """Load all later versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
+    def use_direct(self, direct: DirectTransfer) -> None:
+        """Load all later versions by direct transfers."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
-        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=timeout_s)
+        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=own.answer_timeout_s)
         self._weights.on_host = direct.backend == "gloo"
         if direct.versions is not None:
             direct.versions.prepare = self._loadable
@@ -203,16 +202,12 @@ class VllmEngine(ExternalEngine[VllmClient]):
             running.unrouted.append(said)
             if said.finish is None:
                 return []
-            said = self._routed(running)
+            said = joined(running.unrouted)
+            said = replace(said, routing=routing_of(said.experts, self._skeleton.model, len(said.token_ids)))
         reports = super()._append_tokens(said, running)
         if said.finish is not None:
             self._check_account(said, running)
         return reports
-
-    def _routed(self, running: RunningRequest) -> GeneratedTokens:
-        """Return all tokens of a request that has ended, with their routing."""
-        whole = joined(running.unrouted)
-        return replace(whole, routing=routing_of(whole.experts, self._skeleton.model, len(whole.token_ids)))
 
     def _check_account(self, said: GeneratedTokens, running: RunningRequest) -> None:
         """Raise EngineFault if vLLM attributes tokens to other weights than this engine has recorded."""
@@ -240,11 +235,8 @@ def vllm_of_model(
     """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: how later
     versions are transferred from the trainer's memory. With None, later versions are transferred as files. sleeps:
     whether the engine can free its device memory; a CPU build of vLLM cannot."""
-
-    def build(directory: Path, read_base: ReadBase) -> VllmEngine:
+    with _whole_model(path, settings, device, attention) as (directory, read_base):
         return _engine(directory, settings, version, read_base, "auto", head_dtype, direct, sleeps)
-
-    return _of_model(path, settings, device, attention, build)
 
 
 def vllm_workers_of_model(
@@ -253,17 +245,14 @@ def vllm_workers_of_model(
     """Start the workers of an engine that spans several machines, on a machine other than the first. The parameters are
     those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`. Waits until
     the other machines have started. Raises the errors of `vllm_of_model`."""
-
-    def build(directory: Path, read_base: ReadBase) -> VllmWorkers:
-        return VllmWorkers(_all_arguments(directory, settings, "auto", head_dtype, direct, sleeps=False))
-
-    return _of_model(path, settings, device, attention, build)
+    with _whole_model(path, settings, device, attention) as (directory, _):
+        return VllmWorkers(_arguments(directory, settings, "auto", head_dtype, direct, sleeps=False))
 
 
-def _of_model(
-    path: str, settings: EngineSettings, device: str, attention: str, build: Callable[[Path, ReadBase], Built]
-) -> Built:
-    """Call `build` with a directory of a whole model, and return the result. An adapter is merged into its base."""
+@contextmanager
+def _whole_model(path: str, settings: EngineSettings, device: str, attention: str) -> Iterator[tuple[Path, ReadBase]]:
+    """Yield a directory of the whole model, and the function that reads its base. An adapter is merged into its
+    base."""
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -272,12 +261,13 @@ def _of_model(
             "start; use lora_rank = 0, or a model that is no adapter"
         )
     if files.base_path == path:
-        return build(files.base_directory(), files.read_base)
+        yield files.base_directory(), files.read_base
+        return
     with TemporaryDirectory(prefix="baton-model-") as scratch:
         model = files.load()
         save_skeleton(model, load_tokenizer(path), Path(scratch))
         model.save_pretrained(scratch)
-        return build(Path(scratch), files.read_base)
+        yield Path(scratch), files.read_base
 
 
 def vllm_from_skeleton(
@@ -294,7 +284,6 @@ def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens:
     layers, experts per token], also for layers without a router. Raises EngineFault for any other shape."""
     routers = routers_of(model)
     layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
-    shape = None if experts is None else experts.shape
     if (
         experts is None
         or len(layers) != len(routers)
@@ -303,6 +292,7 @@ def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens:
         or experts.shape[1] <= max(layers, default=0)
         or experts[:1, layers].nbytes != num_bytes(routers)
     ):
+        shape = None if experts is None else experts.shape
         raise EngineFault(
             f"vLLM returned experts of shape {shape} for {num_tokens} tokens of a model with {len(routers)} routers "
             f"and {num_bytes(routers)} bytes of routing per token"
@@ -328,24 +318,24 @@ def _engine(
         )
     vllm = settings.vllm
     client = VllmClient(
-        _all_arguments(directory, settings, load_format, head_dtype, direct, sleeps=sleeps),
+        _arguments(directory, settings, load_format, head_dtype, direct, sleeps=sleeps),
         answer_timeout_s=vllm.answer_timeout_s,
         stream_interval=vllm.stream_interval,
         reports_routing=settings.report_routing,
     )
     engine = VllmEngine(client, skeleton, read_base, settings, version)
     try:
-        if load_format == "dummy" and settings.vllm.lora_rank and read_base is not None:
+        if load_format == "dummy" and vllm.lora_rank and read_base is not None:
             engine.load_base()
         if direct is not None and not direct.is_remote:
-            engine.use_direct(direct, settings.vllm.answer_timeout_s)
+            engine.use_direct(direct)
     except BaseException:
         engine.close()
         raise
     return engine
 
 
-def _all_arguments(
+def _arguments(
     directory: Path,
     settings: EngineSettings,
     load_format: str,
@@ -355,20 +345,10 @@ def _all_arguments(
     sleeps: bool,
 ) -> dict[str, Any]:
     """Return all arguments of vLLM's `AsyncEngineArgs` by name, including the user's arguments."""
-    return {
-        **_arguments(settings, head_dtype),
-        **arguments_of(direct),
-        "model": str(directory),
-        "load_format": load_format,
-        **_memory_arguments(directory, settings, sleeps=sleeps),
-        **(own := settings.vllm.arguments),
-        "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
-    }
-
-
-def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:
     own = settings.vllm
     return {
+        "model": str(directory),
+        "load_format": load_format,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the model's generation_config.json, because leases define the sampling
         # vLLM's "auto" would round a float32 checkpoint to bfloat16
@@ -391,6 +371,10 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         "disable_log_stats": True,
         # if `head_dtype` is not overridden, vLLM reads this key from the model's configuration
         "hf_overrides": {} if head_dtype == "auto" else {"head_dtype": head_dtype},
+        **arguments_of(direct),
+        **_memory_arguments(directory, settings, sleeps=sleeps),
+        **own.arguments,
+        "additional_config": {**own.arguments.get("additional_config", {}), "baton": EndWithParent()},
     }
 
 
