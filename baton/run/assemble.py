@@ -131,16 +131,8 @@ def build_engine(
             device = f"cuda:{own[0]}"
     direct = direct or _direct(recipe, trainer)
     with environment_with(variables):
-        return engine_of_model(
-            path,
-            recipe.engine,
-            version,
-            device=device,
-            attention=recipe.model.attention,
-            head_dtype=recipe.model.head_dtype,
-            direct=direct,
-            sleeps=recipe.rollout.is_colocated,
-        )
+        model = recipe.model.model_copy(update={"path": path, "device": device})
+        return engine_of_model(model, recipe.engine, version, direct=direct, sleeps=recipe.rollout.is_colocated)
 
 
 def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None = None) -> DirectTransfer | None:
@@ -178,7 +170,7 @@ def _replicas(
     versions, on_cpu = DirectVersions(direct, settings.vllm.answer_timeout_s), direct.backend == "gloo"
     direct = dataclasses.replace(direct, versions=versions)
     if remote is not None:
-        versions.prepare = whole_versions(path, settings, model.attention, on_host=on_cpu)
+        versions.prepare = whole_versions(model.model_copy(update={"path": path}), settings, on_host=on_cpu)
     where, device = str(Path(path).absolute()) if Path(path).exists() else path, "cpu" if on_cpu else "cuda"
     start = Start(where, device, model.attention, settings.model_dump(), version, head_dtype=model.head_dtype)
     start = replace(start, is_sparse=direct.is_sparse)

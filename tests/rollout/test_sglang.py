@@ -18,6 +18,7 @@ from sglang_cases import V0
 from sglang_server import SglangServer
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
@@ -400,7 +401,7 @@ def test_an_engine_of_a_model_serves_it_whatever_the_server_had(
     tokenizer.hf.save_pretrained(model_paths["qwen3"])
     own = SglangSettings(url=server.url, weights_directory=str(tmp_path), answer_timeout_s=120.0)
     shape = EngineSettings(kind="sglang", slots=8, max_context_tokens=128, sglang=own)
-    engine = engine_of_model(str(model_paths["qwen3"]), shape, V0, device="auto", attention="sdpa")
+    engine = engine_of_model(ModelSettings(path=str(model_paths["qwen3"])), shape, V0)
     try:
         grown = grow(engine, [driver.lease(0, PROMPT, 8, temperature=0.0)])[0]  # type: ignore[arg-type]
         assert list(grown.token_ids) == expected_of(embedded, driver, "qwen3", PROMPT, 8)[0]

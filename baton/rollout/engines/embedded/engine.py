@@ -31,6 +31,7 @@ from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
 from baton.policy.routing import RoutingReplay
+from baton.policy.settings import ModelSettings
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes
@@ -289,20 +290,14 @@ class EmbeddedEngine(SlotEngine):
         self._params = None
 
 
-def embedded_engine(
-    path: str,
-    settings: EngineSettings,
-    version: PolicyVersion,
-    *,
-    device: str,
-    attention: str,
-    head_dtype: str = "auto",
-) -> EmbeddedEngine:
-    """Build an engine with the weights of a model directory."""
-    place = torch_device(device)
-    dtype = torch_dtype(settings.dtype, place)
-    model = load_model(path, dtype=dtype, device=place, attention=attention, head_dtype=head_dtype)
-    tokenizer = load_tokenizer(path)
+def embedded_engine(source: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> EmbeddedEngine:
+    """Build an engine with the weights of a model, which is `version`."""
+    device = torch_device(source.device)
+    dtype = torch_dtype(settings.dtype, device)
+    model = load_model(
+        source.path, dtype=dtype, device=device, attention=source.attention, head_dtype=source.head_dtype
+    )
+    tokenizer = load_tokenizer(source.path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 
 

@@ -207,7 +207,7 @@ class Network:
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Load a version as `load_version` does. Also raises EngineFault for an adapter whose base `sleep` has freed."""
+        """Load a version (`load_version`). Raises EngineFault also for an adapter whose base `sleep` has freed."""
         if self._shapes and is_adapter(tensors):
             raise EngineFault("cannot load an adapter: the engine has freed its weights and needs a whole version")
         self._is_whole = load_version(self.model, self._base, tensors)

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.client import GeneratedTokens
@@ -110,9 +111,9 @@ class SglangEngine(ExternalEngine[SglangClient]):
             super()._ended_early(said, running)
 
 
-def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
-    """Build an engine, and make its server load the model or adapter in the directory `path` as `version`."""
-    files = ModelFiles(path, settings, attention)
+def sglang_of_model(model: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> SglangEngine:
+    """Build an engine, and make its server load a model or adapter as `version`."""
+    files = ModelFiles(model, settings)
     engine = sglang_from_skeleton(files.base_directory(), files.read_base, settings)
     try:
         engine.load_weights(policy_tensors(files.load()), version)

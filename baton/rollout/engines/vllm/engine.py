@@ -38,6 +38,7 @@ from baton.files import memory_directory
 from baton.policy.adapters import is_adapter, write_adapter
 from baton.policy.load import save_skeleton, torch_device, torch_dtype
 from baton.policy.routing import num_bytes, routers_of
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import dtype_name
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
@@ -222,39 +223,34 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
 
 def vllm_of_model(
-    path: str,
+    model: ModelSettings,
     settings: EngineSettings,
     version: PolicyVersion,
     *,
-    device: str,
-    attention: str,
-    head_dtype: str = "auto",
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: how later
-    versions are transferred from the trainer's memory. With None, later versions are transferred as files. sleeps:
-    whether the engine can free its device memory; a CPU build of vLLM cannot."""
-    with _whole_model(path, settings, device, attention) as (directory, read_base):
-        return _engine(directory, settings, version, read_base, "auto", head_dtype, direct, sleeps)
+    """Build an engine that serves a model, which may be an adapter, as `version`. direct: how later versions are
+    transferred from the trainer's memory. With None, later versions are transferred as files. sleeps: whether the
+    engine can free its device memory; a CPU build of vLLM cannot."""
+    with _whole_model(model, settings) as (directory, read_base):
+        return _engine(directory, settings, version, read_base, "auto", model.head_dtype, direct, sleeps)
 
 
-def vllm_workers_of_model(
-    path: str, settings: EngineSettings, *, device: str, attention: str, head_dtype: str, direct: DirectTransfer
-) -> VllmWorkers:
+def vllm_workers_of_model(model: ModelSettings, settings: EngineSettings, direct: DirectTransfer) -> VllmWorkers:
     """Start the workers of an engine that spans several machines, on a machine other than the first. The parameters are
     those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`. Waits until
     the other machines have started. Raises the errors of `vllm_of_model`."""
-    with _whole_model(path, settings, device, attention) as (directory, _):
-        return VllmWorkers(_arguments(directory, settings, "auto", head_dtype, direct, sleeps=False))
+    with _whole_model(model, settings) as (directory, _):
+        return VllmWorkers(_arguments(directory, settings, "auto", model.head_dtype, direct, sleeps=False))
 
 
 @contextmanager
-def _whole_model(path: str, settings: EngineSettings, device: str, attention: str) -> Iterator[tuple[Path, ReadBase]]:
+def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tuple[Path, ReadBase]]:
     """Yield a directory of the whole model, and the function that reads its base. An adapter is merged into its
     base."""
-    _check_vllm(settings, device)
-    files = ModelFiles(path, settings, attention)
+    _check_vllm(settings, source.device)
+    files, path = ModelFiles(source, settings), source.path
     if files.base_path != path and settings.vllm.lora_rank:
         raise UserError(
             f"engine.vllm.lora_rank: got {settings.vllm.lora_rank}, but {path} is an adapter, which is merged at the "
