@@ -45,12 +45,7 @@ class EvalRollout:
         self.worker, self._episodes = worker, episodes
 
     def rollout(
-        self,
-        requests: Sequence[EvalGroup],
-        sampling: SamplingParams,
-        *,
-        noise_seed: int,
-        version: int,
+        self, requests: Sequence[EvalGroup], sampling: SamplingParams, *, noise_seed: int, version: int
     ) -> Iterator[Trajectory | ScoredTrajectory]:
         """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes.
 
@@ -89,6 +84,8 @@ class _EvalLeases:
     ) -> None:
         self._worker, self._sampling, self._version, self._player = worker, sampling, version, player
         self._requests = {request.group_id: request for request in requests}
+        self._prompts = {r.group_id: r.prompt for r in requests if r.prompt and player and player.plays(r.prompt)}
+        """Prompts of multi-turn tasks by group id."""
         self.growing: dict[int, Trajectory] = {}
         """Leased trajectories by lease id."""
         for request in requests:
@@ -120,7 +117,7 @@ class _EvalLeases:
             )
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report
-        prompt = self._prompt_of_episode(trajectory.group_id)
+        prompt = self._prompts.get(trajectory.group_id)
         grown = trajectory.extended(message.segments, None if prompt else message.finish_reason)
         if message.finish_reason is None:
             if message.is_aborted:
@@ -164,19 +161,14 @@ class _EvalLeases:
 
     def _begin_again(self, group_id: int, sample_index: int) -> None:
         trajectory = Trajectory(group_id, sample_index, self._requests[group_id].prompt_ids)
-        if (prompt := self._prompt_of_episode(group_id)) is not None:
+        if (prompt := self._prompts.get(group_id)) is not None:
             assert self._player is not None
             self._player.begin_again(prompt, trajectory)
         self._lease(trajectory)
 
     def _lease(self, trajectory: Trajectory) -> None:
         sampling = self._sampling
-        if (prompt := self._prompt_of_episode(trajectory.group_id)) is not None:
+        if (prompt := self._prompts.get(trajectory.group_id)) is not None:
             assert self._player is not None
             sampling = self._player.sampling(prompt, trajectory)
         self.growing[self._worker.lease(trajectory, sampling, self._version)] = trajectory
-
-    def _prompt_of_episode(self, group_id: int) -> Prompt | None:
-        """Return the prompt of a group if the prompt belongs to a multi-turn task, otherwise None."""
-        prompt = self._requests[group_id].prompt
-        return prompt if prompt is not None and self._player is not None and self._player.plays(prompt) else None

@@ -73,8 +73,6 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """vLLM's names for the parts of device memory that are currently freed."""
     _incoming = PolicyVersion("", -1)
     """The version that is being loaded."""
-    _sent_bytes = 0
-    """`direct.sent_bytes` at the last call of `metrics`."""
     # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs
     # over all tokens.
     _only_temperature = (
@@ -167,8 +165,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
             super().close()
 
     def metrics(self) -> dict[str, float]:
-        before, self._sent_bytes = self._sent_bytes, 0 if self.direct is None else self.direct.sent_bytes
-        return {} if self.direct is None else {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+        return {} if self.direct is None else self.direct.metrics()
 
     def use_direct(self, direct: DirectTransfer) -> None:
         """Load all later versions by direct transfers."""
