@@ -420,11 +420,7 @@ class RolloutController:
             episode = group.episodes.get(index, Episode())
             self._player.restore(group.issued.prompt, trajectory, episode)
             if not self._player.may_replay(group.issued.prompt):
-                if self._journal is not None:
-                    self._journal.revoked(group.issued.group_id, index)
-                self._dispatch(
-                    ev.EnvironmentFailed(self._now_s(), group.issued.group_id, index, "environment_restarted")
-                )
+                self._on_answer(BeginAgain(group.issued.group_id, index, "environment_restarted"))
             elif index in group.ended_turns:
                 self._act(own, trajectory, FinishReason.STOP)
 

@@ -155,7 +155,7 @@ class ReplicaTransport(WorkerTransport):
         """Number of slots that the queue may use, per replica; 0 for a replica that does not serve."""
         self._queue = LeaseQueue(self._free)
         for replica in self.replicas:
-            replica.thread = begin(lambda own=replica: self._live(own))  # type: ignore[misc]
+            replica.thread = begin(partial(self._live, replica))
 
     @property
     def name(self) -> str:
