@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from sglang_cases import V0
 from sglang_server import SglangServer
 
@@ -392,6 +394,24 @@ def test_a_server_is_checked_when_the_engine_is_built(
     bare = EngineSettings(kind="sglang", slots=8, max_context_tokens=128)
     with pytest.raises(UserError, match="requires the URL of a running server"):
         engine_from_skeleton(skeleton("qwen3"), None, bare, device="auto", attention="sdpa")
+
+
+def test_a_full_disk_and_a_missing_directory_for_weights_are_reported(
+    server: Any, sglang: Any, skeleton: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors raises an error of its own for a full disk, which names no file."""
+
+    def write(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    engine = sglang(server)
+    monkeypatch.setattr("baton.rollout.engines.sglang.engine.save_file", write)
+    with pytest.raises(OSError, match="No space left") as full:
+        engine.load_weights(policy_tensors(load("qwen3")), V1)
+    assert full.value.errno == errno.ENOSPC
+    assert Path(full.value.filename).parent == tmp_path
+    with pytest.raises(UserError, match=r"engine\.sglang\.weights_directory: got .*/missing, which is no directory"):
+        sglang(server, weights_directory=str(tmp_path / "missing"))
 
 
 def test_an_engine_of_a_model_serves_it_whatever_the_server_had(

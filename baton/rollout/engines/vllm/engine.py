@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
-from baton.files import memory_directory
+from baton.files import memory_directory, writing
 from baton.policy.adapters import is_adapter, write_adapter
 from baton.policy.load import save_skeleton, torch_device, torch_dtype
 from baton.policy.routing import num_bytes, routers_of
@@ -116,11 +116,13 @@ class VllmEngine(ExternalEngine[VllmClient]):
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
-                write_adapter(tensors, Path(directory))
+                with writing(Path(directory)):
+                    write_adapter(tensors, Path(directory))
                 self._client.load_adapter(directory, label)
                 return
             path = Path(directory) / "weights.safetensors"
-            save_file(dict(tensors), path)
+            with writing(path):
+                save_file(dict(tensors), path)
             taken = self._client.load(str(path), label)
         if taken != len(tensors):
             raise EngineFault(f"vLLM loaded only {taken} of the {len(tensors)} tensors of a version")
