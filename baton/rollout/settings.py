@@ -129,6 +129,13 @@ class RolloutSettings(Settings):
             )
         return value
 
+    @field_validator("stop")
+    @classmethod
+    def _are_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError('got "", which would end every response at its first token; allowed are non-empty strings')
+        return value
+
     @model_validator(mode="after")
     def _fits_its_mode(self) -> RolloutSettings:
         rules, mode = self.rules(), self.mode

@@ -101,6 +101,11 @@ def test_defaults_follow_the_mode():
     assert (auto.overprovision, auto.most_overprovision) == (1.0, 1.0), "what is carried must not get too old"
 
 
+def test_an_empty_stop_string_which_would_end_every_response_at_once_is_refused() -> None:
+    with pytest.raises(ValidationError, match="non-empty strings"):
+        RolloutSettings(stop=("\n", ""))
+
+
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://localhost:port"])
 def test_a_url_without_a_possible_address_is_refused_before_the_run_waits_for_its_server(url: str) -> None:
     for key in ({"url": url}, {"urls": ["http://127.0.0.1:30000", url]}):
