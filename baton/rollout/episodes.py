@@ -375,7 +375,6 @@ class EpisodePlayer:
         return BeginAgain(*_key(opened.trajectory), f"environment_{answer.cause}")
 
     def _finished(self, opened: _Open, reason: EpisodeFinish, failure: ActFailure | None = None) -> ScoredTrajectory:
-        """End an episode, and close its environment."""
         key, rules = _key(opened.trajectory), self._setup.tasks[opened.prompt.task]
         episode = msgspec.structs.replace(opened.episode, finish_reason=reason, discount=rules.discount)
         trajectory = msgspec.structs.replace(opened.trajectory, finish_reason=_FINISH.get(reason, FinishReason.STOP))

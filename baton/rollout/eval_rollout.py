@@ -94,7 +94,6 @@ class _EvalLeases:
 
     @property
     def num_acting(self) -> int:
-        """Number of episodes whose environment has not answered yet."""
         return 0 if self._player is None else self._player.num_acting
 
     def on_message(self, message: FromPort) -> Iterator[Trajectory | ScoredTrajectory]:

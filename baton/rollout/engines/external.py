@@ -129,7 +129,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         changing any weight, for tensors that do not fit."""
         loadable = self._loadable(tensors)
         label = self.begin_load(version)
-        self._load_tensors(loadable, label)
+        self._load_tensors(loadable, version, label)
         self.end_load(version, label)
 
     def begin_load(self, version: PolicyVersion) -> str:
@@ -157,8 +157,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return self._weights.whole(tensors)
 
     @abstractmethod
-    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        """Make the program load tensors. The caller has paused generation."""
+    def _load_tensors(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
+        """Make the program load the tensors of a version. The caller has paused generation."""
 
     def close(self) -> None:
         self._client.close()

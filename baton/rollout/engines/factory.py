@@ -1,10 +1,4 @@
-"""Constructs the configured kind of engine. Only the package that this kind needs is imported.
-
-| available on the machine                              | function               |
-|-------------------------------------------------------|------------------------|
-| a model: configuration, tokenizer and weights         | `engine_of_model`      |
-| configuration and tokenizer; weights are loaded later | `engine_from_skeleton` |
-"""
+"""Constructs the configured kind of engine. Only the package that this kind needs is imported."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
         held, self.running = list(self.running.values()), {}
         self._submit_rows(held)
 
-    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
+    def _load_tensors(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
         try:

@@ -71,8 +71,6 @@ class VllmEngine(ExternalEngine[VllmClient]):
     `/dev/shm`."""
     _freed: tuple[str, ...] = ()
     """vLLM's names for the parts of device memory that are currently freed."""
-    _incoming = PolicyVersion("", -1)
-    """The version that is being loaded."""
     # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs
     # over all tokens.
     _only_temperature = (
@@ -90,28 +88,24 @@ class VllmEngine(ExternalEngine[VllmClient]):
         vocabulary = self._skeleton.model.config.get_text_config().vocab_size
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
 
-    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        self._incoming = version
-        super().load_weights(tensors, version)
-
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         if not (self._settings.vllm.lora_rank and is_adapter(tensors)):
             return super()._loadable(tensors)
         self._weights.check_adapter(tensors)
         return tensors
 
-    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
+    def _load_tensors(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load. If the
         transfer fails, the weights may be incomplete, and vLLM stays paused until a load succeeds."""
         assert "weights" not in self._freed, "weights cannot be loaded into a sleeping engine: call wake_up first"
-        self._load_paused(tensors, label)
+        self._load_paused(tensors, version, label)
         if self._freed:
             self._client.wake_up("kv_cache")
             self._freed = ()
 
-    def _load_paused(self, tensors: Mapping[str, Any], label: str) -> None:
+    def _load_paused(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
-            self.direct.load(tensors, self._incoming)
+            self.direct.load(tensors, version)
             self._client.set_label(label)
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
@@ -130,7 +124,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def load_base(self) -> None:
         """Load the base weights on which adapters act; the engine still serves no version."""
         self._client.pause()
-        self._load_tensors(self._weights.whole(self._weights.base()), "base")
+        self._load_tensors(self._weights.whole(self._weights.base()), self.version, "base")
         self._client.resume()
 
     def sleep(self) -> None:
