@@ -153,16 +153,11 @@ class RolloutSettings(Settings):
                 f'consume: got {rules.consume!r}, but mode = "sync" always consumes groups in the order of submission; '
                 "remove the key"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_staleness(self) -> RolloutSettings:
-        rules = self.rules()
-        if self.mode == "sync" and rules.max_staleness:
+        if mode == "sync" and rules.max_staleness:
             raise ValueError(
                 f'max_staleness: got {rules.max_staleness}, but mode = "sync" allows only 0; use "partial" or "async"'
             )
-        if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
+        if rules.stale != "mask" and mode == "partial" and rules.overprovision > rules.max_staleness + 1:
             raise ValueError(
                 f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "
                 f'"{rules.stale}", but at most max_staleness + 1 = {rules.max_staleness + 1} is allowed, because '
