@@ -279,7 +279,7 @@ class Network:
             plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
             expected_V = plain.logits[0, -1].float()
             prefix = self.prefill([ids[:-1]])[0]
-            if not prefix.keys:
+            if not prefix.tensors:
                 raise ValueError("the forward does not write keys and values into the cache that it receives")
             self.cache = SlotCache(prefix, self._width, self._max_context_tokens)
             self.cache.write(0, prefix)
@@ -352,15 +352,12 @@ class Network:
 
 def _noise(like: Prefix, num_tokens: int) -> Prefix:
     generator = torch.Generator().manual_seed(0)
-    keys, values = (
-        [torch.randn((num_tokens, *t.shape[1:]), generator=generator).to(t) for t in ts]
-        for ts in (like.keys, like.values)
-    )
-    return Prefix(keys, values, num_tokens)
+    tensors = [torch.randn((num_tokens, *t.shape[1:]), generator=generator).to(t) for t in like.tensors]
+    return Prefix(tensors, num_tokens)
 
 
 def _are_equal(a: Prefix, b: Prefix) -> bool:
-    return all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
+    return all(map(torch.equal, a.tensors, b.tensors))
 
 
 def _widths(full: int) -> list[int]:
