@@ -243,7 +243,9 @@ def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
     def cut(row: int, length: int) -> list[Tensor]:
         part = slice(start, start + length)
         return [
-            s[row, :, part].transpose(0, 1).clone(memory_format=torch.contiguous_format) for s in states if s is not None
+            s[row, :, part].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            for s in states
+            if s is not None
         ]
 
     return [Prefix(cut(row, n), n) for row, n in enumerate(lengths)]

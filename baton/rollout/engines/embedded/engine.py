@@ -81,8 +81,8 @@ class EmbeddedEngine(SlotEngine):
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
         """[slots] `noise_key` of each row's trajectory."""
-        self._params: RowParams | None = None
-        """Sampling parameters of the rows; None if the rows have changed since `_gather_params`."""
+        self._params, self._params_rows = RowParams(), list[RunningLease | None]()
+        """Sampling parameters of the rows in the last decode step, and these rows."""
         self._needs_version = False
         """Whether the engine has slept since the last load of weights."""
 
@@ -108,7 +108,6 @@ class EmbeddedEngine(SlotEngine):
         left = self._table.num_running + len(self._table.waiting())
         assert not left, f"the engine cannot sleep with {left} leases"
         self._kept.clear()
-        self._params = None
         self._needs_version = True
         self.network.sleep()
 
@@ -117,13 +116,10 @@ class EmbeddedEngine(SlotEngine):
         self.network.wake_up()
 
     def step(self) -> list[FromWorker]:
-        running = self._table.num_running
         self._keep_aborted()
         reports = self._table.open_step()
         admitted = self._table.admit()
         assert not (admitted and self._needs_version), "an engine that has slept needs weights before it can generate"
-        if admitted or self._table.num_running != running:
-            self._params = None
         if admitted:
             self._fill_prefixes(admitted)
         if self._table.num_running:
@@ -231,8 +227,9 @@ class EmbeddedEngine(SlotEngine):
         if any(row is not None for row in table.rows[width:]):
             self._compact(width)
         is_ordering = self._decode_steps % HORIZON_STEPS == 0
-        if is_ordering or self._params is None or self._params.num_rows != width:
+        if is_ordering or table.rows[:width] != self._params_rows:
             self._order_rows(width, is_ordering=is_ordering)
+            self._params_rows = table.rows[:width]
             self._params = self._gather_params(width)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
@@ -250,12 +247,8 @@ class EmbeddedEngine(SlotEngine):
         self._decode_steps += 1
         self._decode_rows += width
         self._decoded_tokens += table.num_running
-        running = table.num_running
         routing = None if self._routers is None else self._routers.as_bytes(chosen)
-        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing, masks)
-        if table.num_running != running:
-            self._params = None
-        return reports
+        return table.commit(ids.tolist(), drawn[1].tolist(), routing, masks)
 
     def _order_rows(self, width: int, *, is_ordering: bool) -> None:
         """Reset empty rows to position 0. With `is_ordering`, also move rows of similar length into adjacent slots if
@@ -274,7 +267,7 @@ class EmbeddedEngine(SlotEngine):
             self._noise_keys[: len(order)] = self._noise_keys[order]
 
     def _gather_params(self, width: int) -> RowParams:
-        rows = [*self._table.rows[:width], *[None] * (width - len(self._table.rows))]
+        rows = [*self._params_rows, *[None] * (width - len(self._params_rows))]
         params = [row.lease.sampling if row is not None else None for row in rows]
         return row_params(params, self.network.vocabulary, self.network.device)
 
@@ -287,7 +280,6 @@ class EmbeddedEngine(SlotEngine):
                 self.network.cache.move(source, destination, row.position)
                 self._inputs[:, destination] = self._inputs[:, source]
                 self._noise_keys[destination] = self._noise_keys[source]
-        self._params = None
 
 
 def embedded_engine(source: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> EmbeddedEngine:
