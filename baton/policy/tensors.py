@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from baton.clock import in_order
 from baton.errors import EngineFault
-from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
+from baton.policy.adapters import BaseWeights, adapter_tensors, has_adapters, is_adapter, raw_tensors
 from baton.policy.digest import Identity, identity_digest
 from baton.policy.stages import all_tensors, is_float32
 
@@ -77,6 +77,26 @@ def check_fit(
     ]
     if faults:
         raise EngineFault(f"{which} not fit the {type(model).__name__}: {'; '.join(faults)}")
+
+
+def load_version(
+    model: PreTrainedModel, base: BaseWeights, tensors: Mapping[str, Any], which: str = "new weights do"
+) -> bool:
+    """Copy a version into a model's parameters, cast to their dtype. Return whether the version is a whole model.
+
+    An adapter is merged into the last whole model, whose changed weights are in `base`. `which`: as in `check_fit`.
+    Raises EngineFault, without changing any weight, for tensors that do not fit.
+    """
+    own = model.state_dict(keep_vars=True)
+    is_whole = not is_adapter(tensors)
+    if is_whole:
+        check_fit(model, own, tensors, which)
+        base.forget()
+    changes = tensors.items() if is_whole else base.merged(own, tensors)
+    with torch.inference_mode():
+        for name, tensor in changes:
+            own[name].copy_(tensor)
+    return is_whole
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 Consume = Literal["completion", "submission", "stalest"]
@@ -44,8 +45,7 @@ class Buffer:
         with the same values would find too few groups again."""
         self._num_changes = 0
         self._first_incomplete = -1
-        """Used only with `consume = "submission"`: id of the incomplete group at which a call of `take` last stopped.
-        Initially -1."""
+        """Used only with `consume = "submission"`: id of the incomplete group at which `take` last stopped."""
 
     def __len__(self) -> int:
         """Return the number of open groups, complete or not."""
@@ -98,16 +98,16 @@ class Buffer:
             self.closed(group_id)
         return TakeResult(tuple(chosen), expired)
 
-    def _choice(self) -> dict[int, None]:
+    def _choice(self) -> list[int]:
         """Return up to `batch_groups` complete groups in the order that `rollout.consume` selects."""
         if len(self._complete) < self._batch_groups:
-            return {}
+            return []
         ids: Iterable[int] = self._complete
         if self._consume == "stalest":
             ids = sorted(self._complete, key=lambda group_id: (self._complete[group_id], group_id))
         elif self._consume == "submission":
             ids = self._first_in_order()
-        return dict.fromkeys(group_id for group_id, _ in zip(ids, range(self._batch_groups), strict=False))
+        return list(islice(ids, self._batch_groups))
 
     def _first_in_order(self) -> Iterable[int]:
         """Yield groups in the order in which they were opened, and stop at the first incomplete group."""

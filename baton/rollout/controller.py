@@ -106,7 +106,7 @@ class RolloutController:
         """player: runs the multi-turn episodes; None without multi-turn tasks."""
         self._worker, self.rules, self._now_s = worker, rules, worker.clock
         self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
-        self._player = player
+        self._player = player or EpisodePlayer(None, sampling)
         self._groups: dict[int, _Group] = {}
         self._leases: dict[int, tuple[int, int]] = {}
         self._lease_of: dict[tuple[int, int], int] = {}
@@ -148,9 +148,7 @@ class RolloutController:
         for group in carried:
             own = _Group(group.issued, list(group.members), dict(group.judged), _episodes_over(group))
             self._groups[group.issued.group_id] = own
-            tracked.append(
-                _tracked(own, group, may_replay=self._player is None or self._player.may_replay(group.issued.prompt))
-            )
+            tracked.append(_tracked(own, group, may_replay=self._player.may_replay(group.issued.prompt)))
         self._apply_all(self.scheduler.restore(tracked))
         for own in list(self._groups.values()):
             finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.scored]
@@ -256,7 +254,7 @@ class RolloutController:
 
     def take_episode_metrics(self) -> dict[str, float]:
         """Return the metrics of multi-turn episodes since the last call; empty without multi-turn tasks."""
-        return {} if self._player is None else self._player.take_metrics()
+        return self._player.take_metrics()
 
     def version_trained(self, version: int) -> None:
         """Record that the trainer has made a version that will not be published."""
@@ -288,7 +286,7 @@ class RolloutController:
         if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
             timeout_s = min(timeout_s, SHORT_WAIT_S)  # a reward or a first slot does not end the wait
         begin_s = self._now_s()
-        beside = self._player.sockets if self._player is not None and self.scheduler.num_acting else None
+        beside = self._player.sockets if self.scheduler.num_acting else None
         if self.scheduler.num_leased or not self._slots:
             num_waiting = len(self._lease_of) or int(not self._slots)
             messages = self._worker.receive(timeout_s, num_waiting, (f"{g}/{s}" for g, s in self._lease_of), beside)
@@ -298,7 +296,7 @@ class RolloutController:
             if stage is not None:
                 self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
-        if self._player is not None and self.scheduler.num_acting:
+        if self.scheduler.num_acting:
             for answer in self._player.collect(timeout_s):
                 self._on_answer(answer)
             self.seconds["environment"] += self._now_s() - begin_s
@@ -342,7 +340,7 @@ class RolloutController:
             self._end_lease(lease_id)
         group.scored.pop(index, None)
         over = group.episodes.pop(index, None)
-        if over is not None and over.episode is not None and self._player is not None:
+        if over is not None and over.episode is not None:
             # Restore the episode, so that `begin_again` counts a new attempt and no two actions have the same key.
             self._player.restore(group.issued.prompt, over.trajectory, over.episode)
         if self._journal is not None:
@@ -362,7 +360,7 @@ class RolloutController:
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report, whose tokens have been appended already
         self._refusals = 0
-        ends_turn = message.finish_reason is not None and self._plays(group)
+        ends_turn = message.finish_reason is not None and self._player.plays(group.issued.prompt)
         grown = trajectory.extended(message.segments, None if ends_turn else message.finish_reason)
         group.members[sample_index] = grown
         if message.finish_reason is not None or message.is_aborted:
@@ -397,20 +395,14 @@ class RolloutController:
 
     def _noise_seeds(self, group: _Group, index: int) -> list[int]:
         """Return the noise seeds of a trajectory, or of the paths of its episode."""
-        over, num_paths = group.episodes.get(index), 1
-        if over is not None:
-            num_paths = len(over.paths)
-        elif self._player is not None:
-            num_paths = self._player.num_paths((group.issued.group_id, index))
+        over = group.episodes.get(index)
+        num_paths = self._player.num_paths((group.issued.group_id, index)) if over is None else len(over.paths)
         return path_seeds(self._sampling.noise_seed, num_paths)
-
-    def _plays(self, group: _Group) -> bool:
-        return self._player is not None and self._player.plays(group.issued.prompt)
 
     def _restore_episodes(self, group: OpenGroup) -> None:
         """Continue the episodes of an earlier process. If an episode's turn had ended, send its action to the
         environment. An episode whose environment forbids replay starts again."""
-        if self._player is None or not self._player.plays(group.issued.prompt):
+        if not self._player.plays(group.issued.prompt):
             return
         own = self._groups[group.issued.group_id]
         for trajectory in group.members:
@@ -420,17 +412,12 @@ class RolloutController:
             episode = group.episodes.get(index, Episode())
             self._player.restore(group.issued.prompt, trajectory, episode)
             if not self._player.may_replay(group.issued.prompt):
-                if self._journal is not None:
-                    self._journal.revoked(group.issued.group_id, index)
-                self._dispatch(
-                    ev.EnvironmentFailed(self._now_s(), group.issued.group_id, index, "environment_restarted")
-                )
+                self._on_answer(BeginAgain(group.issued.group_id, index, "environment_restarted"))
             elif index in group.ended_turns:
                 self._act(own, trajectory, FinishReason.STOP)
 
     def _act(self, group: _Group, trajectory: Trajectory, reason: FinishReason) -> None:
         """Send the action of a turn to the environment, unless the turn ends the episode."""
-        assert self._player is not None
         over = self._player.end_turn(group.issued.prompt, trajectory, reason)
         if over is not None:
             self._end_episode(over)
@@ -546,8 +533,7 @@ class RolloutController:
             case ev.Restart(group_id=group_id, sample_index=sample_index):
                 group = self._groups[group_id]
                 group.members[sample_index] = Trajectory(group_id, sample_index, group.issued.prompt_ids)
-                if self._player is not None:
-                    self._player.begin_again(group.issued.prompt, group.members[sample_index])
+                self._player.begin_again(group.issued.prompt, group.members[sample_index])
             case ev.Discard(group_id=group_id, cause=cause):
                 self._discard(group_id, cause)
             case ev.Deliver(group_ids=group_ids):
@@ -578,19 +564,16 @@ class RolloutController:
             self._journal.issued(issued, self.cursor)
 
     def _lease(self, command: ev.Assign) -> None:
-        key = (command.group_id, command.sample_index)
-        trajectory = self._groups[command.group_id].members[command.sample_index]
-        group, sampling = self._groups[command.group_id], self._sampling
-        if self._player is not None and self._plays(group):
-            sampling = self._player.sampling(group.issued.prompt, trajectory)
+        key, group = (command.group_id, command.sample_index), self._groups[command.group_id]
+        trajectory = group.members[command.sample_index]
+        sampling = self._player.sampling(group.issued.prompt, trajectory)
         lease_id = self._worker.lease(trajectory, sampling, command.version, is_exact=command.is_exact)
         self._leases[lease_id], self._lease_of[key] = key, lease_id
         self._most_leases = max(self._most_leases, len(self._leases))
 
     def _discard(self, group_id: int, cause: str) -> None:
-        if self._player is not None:
-            for trajectory in self._groups[group_id].members:
-                self._player.forget((group_id, trajectory.sample_index))
+        for trajectory in self._groups[group_id].members:
+            self._player.forget((group_id, trajectory.sample_index))
         if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
             del self._groups[group_id]  # otherwise `_open` uses its prompt for the next attempt, then removes it
         if self._journal is not None:

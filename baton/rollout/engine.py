@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -95,6 +96,14 @@ class SglangSettings(Settings):
     directory in memory, which only a server on the same machine can read."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the server is considered dead."""
+
+    @field_validator("url", "urls")
+    @classmethod
+    def _are_addresses(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        """Refuse a URL to which the HTTP client could not connect. Otherwise the run would wait for the server."""
+        for url in (value,) if isinstance(value, str) else value or ():
+            urlsplit(url).port  # noqa: B018  # raises ValueError
+        return value
 
 
 class EngineSettings(Settings):

@@ -189,15 +189,21 @@ class EpisodeSetup:
 class EpisodePlayer:
     """The open episodes of one stream: of training, or of evaluations."""
 
-    def __init__(self, setup: EpisodeSetup, sampling: SeededSampling) -> None:
-        """sampling: `max_new_tokens` limits a whole episode; each stream has its own noise seed."""
-        self._setup, self._sampling, self._stream = setup, sampling, sampling.noise_seed
-        self._client = setup.inbox.client
+    def __init__(self, setup: EpisodeSetup | None, sampling: SeededSampling) -> None:
+        """setup: None without multi-turn tasks. sampling: `max_new_tokens` limits a whole episode; each stream has its
+        own noise seed."""
+        self._given, self._sampling, self._stream = setup, sampling, sampling.noise_seed
+        self._tasks: Mapping[str, EpisodeRules] = {} if setup is None else setup.tasks
         self._open: dict[tuple[int, int], _Open] = {}
         self._acting: set[tuple[int, int]] = set()
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
         """Episodes that ended since the last call of `take_metrics`, except episodes whose environment failed."""
+
+    @property
+    def _setup(self) -> EpisodeSetup:
+        assert self._given is not None, "no task is multi-turn"
+        return self._given
 
     @property
     def num_acting(self) -> int:
@@ -211,7 +217,7 @@ class EpisodePlayer:
 
     def plays(self, prompt: Prompt) -> bool:
         """Whether a prompt belongs to a multi-turn task."""
-        return prompt.task in self._setup.tasks
+        return prompt.task in self._tasks
 
     def is_acting(self, key: tuple[int, int]) -> bool:
         return key in self._acting
@@ -222,7 +228,7 @@ class EpisodePlayer:
 
     def may_replay(self, prompt: Prompt) -> bool:
         """Whether an open episode of an earlier process continues; otherwise it begins again from its prompt."""
-        return not self.plays(prompt) or self._setup.tasks[prompt.task].may_replay
+        return not self.plays(prompt) or self._tasks[prompt.task].may_replay
 
     def num_paths(self, key: tuple[int, int]) -> int:
         """Return the number of paths of an episode so far, at least 1."""
@@ -234,9 +240,12 @@ class EpisodePlayer:
 
     def sampling(self, prompt: Prompt, trajectory: Trajectory) -> SeededSampling:
         """Return the sampling parameters for the rest of a turn, limited to the turn's remaining budget. Each path has
-        its own noise, because the token positions of a new path start at 0 again."""
+        its own noise, because the token positions of a new path start at 0 again. A single-turn trajectory gets the
+        parameters of the stream."""
+        if not self.plays(prompt):
+            return self._sampling
         left = min(
-            self._setup.tasks[prompt.task].max_turn_tokens - (trajectory.num_tokens - trajectory.turn_offset),
+            self._tasks[prompt.task].max_turn_tokens - (trajectory.num_tokens - trajectory.turn_offset),
             self._tokens_left(trajectory),
         )
         params = msgspec.structs.replace(self._sampling.params, max_new_tokens=trajectory.num_tokens + left)
@@ -246,7 +255,7 @@ class EpisodePlayer:
         """Send the action of a finished turn, or return the episode if it is over. reason: why the engine ended the
         turn. If the turn has reached `max_turn_tokens`, it is sent unchanged, even if it has also reached the token
         limit of the episode. If only the limit of the episode or of the context has cut the turn, it is not sent."""
-        key, rules = _key(trajectory), self._setup.tasks[prompt.task]
+        key, rules = _key(trajectory), self._tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory
         is_cut = trajectory.num_tokens - trajectory.turn_offset < rules.max_turn_tokens
@@ -257,7 +266,7 @@ class EpisodePlayer:
         if opened.block is None:
             opened.block = self._setup.budget.begin()
         self._acting.add(key)
-        self._client.submit(self._request(opened, rules, self._action(trajectory)))
+        self._setup.inbox.client.submit(self._request(opened, rules, self._action(trajectory)))
         return None
 
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
@@ -283,7 +292,7 @@ class EpisodePlayer:
         opened = self._open.pop(key, None)
         self._acting.discard(key)
         if opened is not None:
-            self._client.discard(self._episode_key(opened))
+            self._setup.inbox.client.discard(self._episode_key(opened))
 
     def begin_again(self, prompt: Prompt, trajectory: Trajectory) -> None:
         """Start a new attempt at an episode from its prompt, with a new environment."""
@@ -305,7 +314,7 @@ class EpisodePlayer:
             for name in sorted({name for episode in over for name in episode.metrics}):
                 values = [episode.metrics[name] for episode in over if name in episode.metrics]
                 found[f"env/info/{name}"] = statistics.fmean(values)
-        return {**found, **self._client.metrics()}
+        return found if self._given is None else {**found, **self._given.inbox.client.metrics()}
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +336,7 @@ class EpisodePlayer:
             metrics=answer.metrics,
             is_success=answer.is_success,
         )
-        rules = self._setup.tasks[opened.prompt.task]
+        rules = self._tasks[opened.prompt.task]
         if answer.is_terminated or answer.is_truncated:
             return self._finished(opened, _ended_by(answer))
         if len(episode.exchanges) >= rules.max_turns:
@@ -369,17 +378,16 @@ class EpisodePlayer:
             )
         num_failures = opened.episode.num_failures + (answer.blame > 0)
         opened.episode = msgspec.structs.replace(opened.episode, num_failures=num_failures)
-        if answer.blame and num_failures >= self._setup.tasks[opened.prompt.task].max_attempts:
+        if answer.blame and num_failures >= self._tasks[opened.prompt.task].max_attempts:
             return self._finished(opened, EpisodeFinish.ENVIRONMENT, answer)
         self._counts["restarted_episodes"] += 1
         return BeginAgain(*_key(opened.trajectory), f"environment_{answer.cause}")
 
     def _finished(self, opened: _Open, reason: EpisodeFinish, failure: ActFailure | None = None) -> ScoredTrajectory:
-        """End an episode, and close its environment."""
-        key, rules = _key(opened.trajectory), self._setup.tasks[opened.prompt.task]
+        key, rules = _key(opened.trajectory), self._tasks[opened.prompt.task]
         episode = msgspec.structs.replace(opened.episode, finish_reason=reason, discount=rules.discount)
         trajectory = msgspec.structs.replace(opened.trajectory, finish_reason=_FINISH.get(reason, FinishReason.STOP))
-        self._client.discard(self._episode_key(opened))
+        self._setup.inbox.client.discard(self._episode_key(opened))
         del self._open[key]
         if failure is not None:
             self._counts["failed_episodes"] += 1

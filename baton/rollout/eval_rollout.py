@@ -45,12 +45,7 @@ class EvalRollout:
         self.worker, self._episodes = worker, episodes
 
     def rollout(
-        self,
-        requests: Sequence[EvalGroup],
-        sampling: SamplingParams,
-        *,
-        noise_seed: int,
-        version: int,
+        self, requests: Sequence[EvalGroup], sampling: SamplingParams, *, noise_seed: int, version: int
     ) -> Iterator[Trajectory | ScoredTrajectory]:
         """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes.
 
@@ -62,17 +57,17 @@ class EvalRollout:
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
         seeded = SeededSampling(sampling, noise_seed)
-        player = None if self._episodes is None else EpisodePlayer(self._episodes, seeded)
+        player = EpisodePlayer(self._episodes, seeded)
         leases = _EvalLeases(self.worker, requests, seeded, version, player)
         self.worker.begin_wait()
-        while leases.growing or leases.num_acting:
+        while leases.growing or player.num_acting:
             self.worker.stop.check()
             if leases.growing:
-                beside = player.sockets if player is not None and player.num_acting else None
+                beside = player.sockets if player.num_acting else None
                 names = (t.name for t in leases.growing.values())
                 for message in self.worker.receive(LONG_WAIT_S, len(leases.growing), names, beside):
                     yield from leases.on_message(message)
-            if leases.num_acting:
+            if player.num_acting:
                 yield from leases.collect(0.0 if leases.growing else LONG_WAIT_S)
 
 
@@ -85,20 +80,17 @@ class _EvalLeases:
         requests: Sequence[EvalGroup],
         sampling: SeededSampling,
         version: int,
-        player: EpisodePlayer | None,
+        player: EpisodePlayer,
     ) -> None:
         self._worker, self._sampling, self._version, self._player = worker, sampling, version, player
         self._requests = {request.group_id: request for request in requests}
+        self._prompts = {r.group_id: r.prompt for r in requests if r.prompt and player.plays(r.prompt)}
+        """Prompts of multi-turn tasks by group id."""
         self.growing: dict[int, Trajectory] = {}
         """Leased trajectories by lease id."""
         for request in requests:
             for sample_index in range(request.group_size):
                 self._lease(Trajectory(request.group_id, sample_index, request.prompt_ids))
-
-    @property
-    def num_acting(self) -> int:
-        """Number of episodes whose environment has not answered yet."""
-        return 0 if self._player is None else self._player.num_acting
 
     def on_message(self, message: FromPort) -> Iterator[Trajectory | ScoredTrajectory]:
         if isinstance(message, WorkLost):
@@ -120,7 +112,7 @@ class _EvalLeases:
             )
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report
-        prompt = self._prompt_of_episode(trajectory.group_id)
+        prompt = self._prompts.get(trajectory.group_id)
         grown = trajectory.extended(message.segments, None if prompt else message.finish_reason)
         if message.finish_reason is None:
             if message.is_aborted:
@@ -131,14 +123,12 @@ class _EvalLeases:
         if prompt is None:
             yield grown
             return
-        assert self._player is not None
         over = self._player.end_turn(prompt, grown, message.finish_reason)
         if over is not None:
             yield over
 
     def collect(self, timeout_s: float) -> Iterator[ScoredTrajectory]:
         """Lease the next turns of episodes whose environment has answered; yield the finished episodes."""
-        assert self._player is not None
         for answer in self._player.collect(timeout_s):
             match answer:
                 case ScoredTrajectory():
@@ -150,8 +140,7 @@ class _EvalLeases:
 
     def _revoke(self, revoked: WorkRevoked) -> None:
         key = (revoked.group_id, revoked.sample_index)
-        num_paths = 1 if self._player is None else self._player.num_paths(key)
-        if revoked.noise_seed not in path_seeds(self._sampling.noise_seed, num_paths):
+        if revoked.noise_seed not in path_seeds(self._sampling.noise_seed, self._player.num_paths(key)):
             self._worker.set_aside.append(revoked)
             return
         leases = [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]
@@ -159,24 +148,17 @@ class _EvalLeases:
             # abort the lease even if it belongs to another path: the whole episode begins again
             self._worker.transport.send(Abort(lease_id))
             del self.growing[lease_id]
-        if leases or (self._player is not None and self._player.is_acting(key)):
+        if leases or self._player.is_acting(key):
             self._begin_again(*key)
 
     def _begin_again(self, group_id: int, sample_index: int) -> None:
         trajectory = Trajectory(group_id, sample_index, self._requests[group_id].prompt_ids)
-        if (prompt := self._prompt_of_episode(group_id)) is not None:
-            assert self._player is not None
+        if (prompt := self._prompts.get(group_id)) is not None:
             self._player.begin_again(prompt, trajectory)
         self._lease(trajectory)
 
     def _lease(self, trajectory: Trajectory) -> None:
         sampling = self._sampling
-        if (prompt := self._prompt_of_episode(trajectory.group_id)) is not None:
-            assert self._player is not None
+        if (prompt := self._prompts.get(trajectory.group_id)) is not None:
             sampling = self._player.sampling(prompt, trajectory)
         self.growing[self._worker.lease(trajectory, sampling, self._version)] = trajectory
-
-    def _prompt_of_episode(self, group_id: int) -> Prompt | None:
-        """Return the prompt of a group if the prompt belongs to a multi-turn task, otherwise None."""
-        prompt = self._requests[group_id].prompt
-        return prompt if prompt is not None and self._player is not None and self._player.plays(prompt) else None

@@ -58,15 +58,14 @@ _CLOSE_S: Final = 30.0
 class Versions(Protocol):
     """Sends versions to all replicas. A replica receives a version while its engine's `load_weights` runs."""
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all versions that replicas have received completely."""
-
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
         """Begin to send a version; return the tensors for `Engine.load_weights`."""
 
     def withdraw(self) -> None:
         """End the offer. Replicas that are already receiving the version continue to receive it."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the transfers since the last call."""
 
     def close(self) -> None:
         """Close all communicators."""
@@ -144,7 +143,6 @@ class ReplicaTransport(WorkerTransport):
         """Negative number of seconds since the last version was offered."""
         self._interval_s = 0.0
         """Seconds between the last two offers."""
-        self._sent_bytes = 0
         self.replicas: list[_Replica] = []
         try:
             for index in range(count):
@@ -157,7 +155,7 @@ class ReplicaTransport(WorkerTransport):
         """Number of slots that the queue may use, per replica; 0 for a replica that does not serve."""
         self._queue = LeaseQueue(self._free)
         for replica in self.replicas:
-            replica.thread = begin(lambda own=replica: self._live(own))  # type: ignore[misc]
+            replica.thread = begin(partial(self._live, replica))
 
     @property
     def name(self) -> str:
@@ -214,8 +212,7 @@ class ReplicaTransport(WorkerTransport):
         return EngineStats.total(stats for replica in self.replicas for stats in (replica.stats, replica.before))
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        before, self._sent_bytes = self._sent_bytes, self._versions.sent_bytes
-        found = {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+        found = self._versions.metrics()
         for replica in self.replicas:
             found |= replica.take_metrics()
         return found

@@ -150,24 +150,23 @@ class RolloutScheduler:
         match event:
             case ev.TokensReceived():
                 self._on_tokens(event)
-            case ev.Finished(group_id=group_id, sample_index=sample_index):
-                self._release(self._trajectory(group_id, sample_index), TrajectoryState.SCORING)
+            case ev.Finished():
+                self._release(event, TrajectoryState.SCORING)
                 self.step.finished += 1
                 yield from self._load_when_free()
-            case ev.TurnEnded(group_id=group_id, sample_index=sample_index):
-                self._release(self._trajectory(group_id, sample_index), TrajectoryState.ACTING)
+            case ev.TurnEnded():
+                self._release(event, TrajectoryState.ACTING)
                 self.num_acting += 1
                 self.step.turns += 1
                 yield from self._load_when_free()
-            case ev.Observed(group_id=group_id, sample_index=sample_index):
-                trajectory = self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING)
+            case ev.Observed():
+                trajectory = self._release(event, TrajectoryState.PENDING)
                 trajectory.begins_turn = True
                 self._put_back(trajectory)
-            case ev.EnvironmentFailed(group_id=group_id, sample_index=sample_index, cause=cause):
-                trajectory = self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING)
-                yield from self._begin_again(trajectory, cause)
-            case ev.LeaseEnded(group_id=group_id, sample_index=sample_index):
-                self._put_back(self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING))
+            case ev.EnvironmentFailed(cause=cause):
+                yield from self._begin_again(self._release(event, TrajectoryState.PENDING), cause)
+            case ev.LeaseEnded():
+                self._put_back(self._release(event, TrajectoryState.PENDING))
                 yield from self._load_when_free()
             case ev.Rewarded():
                 yield from self._on_reward(event)
@@ -201,7 +200,7 @@ class RolloutScheduler:
 
     def _on_revoked(self, event: ev.Revoked) -> Iterator[ev.Command]:
         """Restart a trajectory, in any state. If the trajectory is being scored, the controller ignores the reward."""
-        trajectory = self._trajectory(event.group_id, event.sample_index)
+        trajectory = self._trajectory(event)
         if trajectory.state is TrajectoryState.SCORED:
             group = self._groups[event.group_id]
             if not group.num_unscored:
@@ -219,7 +218,7 @@ class RolloutScheduler:
         self._put_back(trajectory)
 
     def _on_tokens(self, event: ev.TokensReceived) -> None:
-        trajectory = self._trajectory(event.group_id, event.sample_index)
+        trajectory = self._trajectory(event)
         assert trajectory.state is TrajectoryState.LEASED, (
             f"trajectory {trajectory.name} received tokens in state {trajectory.state.name}"
         )
@@ -228,7 +227,7 @@ class RolloutScheduler:
         self.step.generated_tokens += event.num_tokens
 
     def _on_reward(self, event: ev.Rewarded) -> Iterator[ev.Command]:
-        trajectory = self._trajectory(event.group_id, event.sample_index)
+        trajectory = self._trajectory(event)
         # a scorer that compares the members of a group scores all members again after one of them was revoked
         if trajectory.state is TrajectoryState.SCORED:
             trajectory.reward = event.reward
@@ -391,11 +390,12 @@ class RolloutScheduler:
 
     # ---- states ------------------------------------------------------------------------------------------------------
 
-    def _trajectory(self, group_id: int, sample_index: int) -> TrackedTrajectory:
-        return self._groups[group_id].members[sample_index]
+    def _trajectory(self, event: ev.TrajectoryEvent) -> TrackedTrajectory:
+        return self._groups[event.group_id].members[event.sample_index]
 
-    def _release(self, trajectory: TrackedTrajectory, state: TrajectoryState) -> TrackedTrajectory:
-        """End the lease or action of a trajectory, and set the trajectory's next state."""
+    def _release(self, event: ev.TrajectoryEvent, state: TrajectoryState) -> TrackedTrajectory:
+        """End the lease or action of a trajectory, set the trajectory's next state, and return the trajectory."""
+        trajectory = self._trajectory(event)
         if trajectory.state is TrajectoryState.ACTING:
             self.num_acting -= 1
         else:

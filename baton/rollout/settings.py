@@ -63,11 +63,9 @@ class Rules:
 
     def max_outstanding(self, overprovision: float) -> float:
         """Return the maximum number of open groups in mode `partial`."""
-        return (
-            max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
-            if (math.isfinite(overprovision))
-            else math.inf
-        )
+        if math.isinf(overprovision):
+            return math.inf
+        return max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
 
 
 class RolloutSettings(Settings):
@@ -131,6 +129,13 @@ class RolloutSettings(Settings):
             )
         return value
 
+    @field_validator("stop")
+    @classmethod
+    def _are_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError('got "", which would end every response at its first token; allowed are non-empty strings')
+        return value
+
     @model_validator(mode="after")
     def _fits_its_mode(self) -> RolloutSettings:
         rules, mode = self.rules(), self.mode
@@ -148,16 +153,11 @@ class RolloutSettings(Settings):
                 f'consume: got {rules.consume!r}, but mode = "sync" always consumes groups in the order of submission; '
                 "remove the key"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_staleness(self) -> RolloutSettings:
-        rules = self.rules()
-        if self.mode == "sync" and rules.max_staleness:
+        if mode == "sync" and rules.max_staleness:
             raise ValueError(
                 f'max_staleness: got {rules.max_staleness}, but mode = "sync" allows only 0; use "partial" or "async"'
             )
-        if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
+        if rules.stale != "mask" and mode == "partial" and rules.overprovision > rules.max_staleness + 1:
             raise ValueError(
                 f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "
                 f'"{rules.stale}", but at most max_staleness + 1 = {rules.max_staleness + 1} is allowed, because '
@@ -167,8 +167,7 @@ class RolloutSettings(Settings):
 
     def rules(self) -> Rules:
         """Resolve the defaults, which depend on the mode."""
-        is_adaptive = self.overprovision == "auto"
-        staleness = self.max_staleness
+        is_adaptive, staleness = self.overprovision == "auto", self.max_staleness
         if staleness is None:
             staleness = 0 if self.mode == "sync" else DEFAULT_MAX_STALENESS
         most = MAX_AUTO_OVERPROVISION if self.stale == "mask" else min(MAX_AUTO_OVERPROVISION, staleness + 1)

@@ -119,16 +119,8 @@ def build_engine(recipe: Recipe, version: PolicyVersion, direct: DirectTransfer 
         else:
             device = f"cuda:{own[0]}"
     with environment_with(variables):
-        return engine_of_model(
-            recipe.model.path,
-            recipe.engine,
-            version,
-            device=device,
-            attention=recipe.model.attention,
-            head_dtype=recipe.model.head_dtype,
-            direct=direct,
-            sleeps=recipe.rollout.is_colocated,
-        )
+        model = recipe.model.model_copy(update={"device": device})
+        return engine_of_model(model, recipe.engine, version, direct=direct, sleeps=recipe.rollout.is_colocated)
 
 
 def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None) -> DirectTransfer | None:
@@ -164,7 +156,7 @@ def _replicas(
     versions, on_cpu = DirectVersions(direct, settings.vllm.answer_timeout_s), direct.backend == "gloo"
     direct = dataclasses.replace(direct, versions=versions)
     if remote is not None:
-        versions.prepare = whole_versions(model.path, settings, model.attention, on_host=on_cpu)
+        versions.prepare = whole_versions(model, settings, on_host=on_cpu)
     path, device = Path(model.path), "cpu" if on_cpu else "cuda"
     where = str(path.absolute()) if path.exists() else model.path
     start = Start(where, device, model.attention, settings.model_dump(), version, head_dtype=model.head_dtype)

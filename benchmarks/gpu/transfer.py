@@ -36,6 +36,7 @@ from shapes import SHAPES, make_model, spec_of  # noqa: E402
 
 from baton.errors import BatonError, first_line  # noqa: E402
 from baton.policy.new_model import scratch_tokenizer  # noqa: E402
+from baton.policy.settings import ModelSettings  # noqa: E402
 from baton.policy.tensors import policy_tensors, weights_digest  # noqa: E402
 from baton.rollout.engine import EngineSettings  # noqa: E402
 from baton.rollout.engines.factory import engine_of_model  # noqa: E402
@@ -98,11 +99,9 @@ def engine_at(case: Case, path: Path, settings: EngineSettings) -> Iterator[Any]
     """Start a vLLM as a run does, and close it."""
     with environment_with(visible(case.gpus) if case.gpus else {}):
         engine = engine_of_model(
-            str(path),
+            ModelSettings(path=str(path), device="cuda" if case.gpus else "cpu"),
             settings,
             PolicyVersion("bench", 0),
-            device="cuda" if case.gpus else "cpu",
-            attention="sdpa",
             direct=case.direct,
         )
     try:

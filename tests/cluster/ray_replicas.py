@@ -176,9 +176,7 @@ class ModelEngine:
         assert (start.device, settings.kind) == ("cpu", "vllm")
         self.client, self.outbox = Client(), list[FromWorker]()
         embedded = settings.model_copy(update={"kind": "embedded"})
-        self.engine = embedded_engine(
-            start.model_path, embedded, start.version, device="cpu", attention=start.attention
-        )
+        self.engine = embedded_engine(start.model(), embedded, start.version)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -10,6 +10,7 @@ from plans import plan_of, replica, stage
 from test_ray_run import QUICK, ROOT, Nodes, Witness, assert_nothing_is_left, loader, nodes, ray, written
 
 from baton.errors import UserError
+from baton.policy.settings import ModelSettings
 from baton.records.metrics import read_metrics
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import engine_of_model
@@ -33,8 +34,8 @@ def servers() -> Iterator[tuple[SglangServer, SglangServer]]:
 
 def server() -> SglangServer:
     settings = EngineSettings(slots=16, max_context_tokens=192, dtype="float32")
-    path, version = str(ROOT / "models" / "quickstart"), PolicyVersion("server", 0)
-    made = SglangServer(engine_of_model(path, settings, version, device="cpu", attention="sdpa"))  # type: ignore[arg-type]
+    model, version = ModelSettings(path=str(ROOT / "models" / "quickstart"), device="cpu"), PolicyVersion("server", 0)
+    made = SglangServer(engine_of_model(model, settings, version))  # type: ignore[arg-type]
     made.context_length, made.shape = 192, {"tp_size": 1, "pp_size": 1}
     return made
 

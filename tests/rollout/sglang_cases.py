@@ -50,7 +50,8 @@ def sglang(skeleton: Any, load: Any, tmp_path: Path) -> Iterator[Callable[..., S
     def build(
         server: SglangServer, *, name: str = "qwen3", shape: dict[str, Any] | None = None, **own: Any
     ) -> SglangEngine:
-        given = SglangSettings(url=server.url, weights_directory=str(tmp_path), **{"answer_timeout_s": 120.0, **own})
+        common = {"url": server.url, "weights_directory": str(tmp_path), "answer_timeout_s": 120.0}
+        given = SglangSettings(**common | own)
         wanted = {"slots": 8, "max_context_tokens": 128, **(shape or {})}
         settings = EngineSettings(kind="sglang", sglang=given, **wanted)
         engine = engine_from_skeleton(skeleton(name), None, settings, device="auto", attention="sdpa")

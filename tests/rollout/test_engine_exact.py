@@ -300,7 +300,7 @@ def test_a_number_of_prefill_rows_that_changes_bits_is_never_used(embedded, monk
     def fickle(self, ids, shape, pasts):
         found = prefill(self, ids, shape, pasts)
         if shape.rows == 4:
-            found[0].values[-1] = found[0].values[-1] * (1 + 2**-20)
+            found[0].tensors[-1] = found[0].tensors[-1] * (1 + 2**-20)
         return found
 
     monkeypatch.setattr(Network, "_prefill", fickle)

@@ -46,7 +46,7 @@ class Run:
     def __init__(self) -> None:
         self.engines = [HeldEngine(is_slow=False), HeldEngine(is_slow=True)]
         offers: Any = SimpleNamespace(
-            sent_bytes=0, offer=lambda tensors, version: tensors, withdraw=lambda: None, close=lambda: None
+            metrics=dict, offer=lambda tensors, version: tensors, withdraw=lambda: None, close=lambda: None
         )
         build: Any = lambda index: self.engines[index]  # noqa: E731
         self.port = ReplicaTransport(2, build, offers, PolicyVersion("run", 0))

@@ -86,7 +86,7 @@ def test_random_batches_get_a_cost_within_reach_of_the_best() -> None:
 def test_slots_are_reordered_by_any_permutation() -> None:
     rng = random.Random(0)
     for _ in range(20):
-        cache = SlotCache(Prefix([torch.zeros(1, 2, 4)], [torch.zeros(1, 2, 4)], 1), 9, 64)
+        cache = SlotCache(Prefix([torch.zeros(1, 2, 4)] * 2, 1), 9, 64)
         for tensor in cache.tensors:
             tensor.copy_(torch.randn(tensor.shape))
         before = [tensor.clone() for tensor in cache.tensors]

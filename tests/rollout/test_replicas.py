@@ -360,7 +360,7 @@ def test_an_engine_that_cannot_be_closed_leaves_no_other_open() -> None:
             if self.index == 0:
                 raise OSError("no space left on device")
 
-    versions: Any = SimpleNamespace(close=lambda: None, sent_bytes=0)
+    versions: Any = SimpleNamespace(close=lambda: None, metrics=dict)
     port = ReplicaTransport(2, Idle, versions, version(0))  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no space left"):
         port.close()
@@ -390,7 +390,7 @@ def test_a_late_replica_skips_versions_and_keeps_none_of_them_in_memory() -> Non
         def close(self) -> None: ...
 
     versions: Any = SimpleNamespace(
-        offer=lambda given, _: given, withdraw=lambda: None, close=lambda: None, sent_bytes=0
+        offer=lambda given, _: given, withdraw=lambda: None, close=lambda: None, metrics=dict
     )
     port = ReplicaTransport(2, Loads, versions, version(0))  # type: ignore[arg-type]
     alive = []

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
@@ -98,6 +99,18 @@ def test_defaults_follow_the_mode():
     assert RolloutSettings(mode="partial", overprovision=1.5, batch_groups=5).rules().max_outstanding(1.5) == 7
     auto = RolloutSettings(mode="partial", overprovision="auto", stale="drop", max_staleness=0).rules()
     assert (auto.overprovision, auto.most_overprovision) == (1.0, 1.0), "what is carried must not get too old"
+
+
+def test_an_empty_stop_string_which_would_end_every_response_at_once_is_refused() -> None:
+    with pytest.raises(ValidationError, match="non-empty strings"):
+        RolloutSettings(stop=("\n", ""))
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://localhost:port"])
+def test_a_url_without_a_possible_address_is_refused_before_the_run_waits_for_its_server(url: str) -> None:
+    for key in ({"url": url}, {"urls": ["http://127.0.0.1:30000", url]}):
+        with pytest.raises(ValidationError, match=r"Invalid IPv6 URL|Port"):
+            EngineSettings(kind="sglang", sglang=key)
 
 
 def test_a_hub_may_send_its_worker_to_a_server_of_the_workers_own_machine_alone() -> None:

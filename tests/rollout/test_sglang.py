@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,10 +15,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from sglang_cases import V0
 from sglang_server import SglangServer
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
@@ -118,7 +121,7 @@ def test_an_abort_keeps_all_that_was_made_even_what_comes_after_it(
     when: dict[int, int] = {}
 
     def after(grown: dict[int, Trajectory]) -> None:
-        heard = len(engine.running[min(engine.running)].ids) - len(PROMPT) if engine.running else 0
+        heard = len(engine.running[min(engine.running)].row.ids) - len(PROMPT) if engine.running else 0
         if heard >= 3 and not when:
             engine.abort(0)
             when[0] = heard
@@ -393,6 +396,24 @@ def test_a_server_is_checked_when_the_engine_is_built(
         engine_from_skeleton(skeleton("qwen3"), None, bare, device="auto", attention="sdpa")
 
 
+def test_a_full_disk_and_a_missing_directory_for_weights_are_reported(
+    server: Any, sglang: Any, skeleton: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors raises an error of its own for a full disk, which names no file."""
+
+    def write(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    engine = sglang(server)
+    monkeypatch.setattr("baton.rollout.engines.sglang.engine.save_file", write)
+    with pytest.raises(OSError, match="No space left") as full:
+        engine.load_weights(policy_tensors(load("qwen3")), V1)
+    assert full.value.errno == errno.ENOSPC
+    assert Path(full.value.filename).parent == tmp_path
+    with pytest.raises(UserError, match=r"engine\.sglang\.weights_directory: got .*/missing, which is no directory"):
+        sglang(server, weights_directory=str(tmp_path / "missing"))
+
+
 def test_an_engine_of_a_model_serves_it_whatever_the_server_had(
     server: Any, model_paths: dict[str, Path], tokenizer: Any, embedded: Any, driver: Any, tmp_path: Path
 ) -> None:
@@ -400,7 +421,7 @@ def test_an_engine_of_a_model_serves_it_whatever_the_server_had(
     tokenizer.hf.save_pretrained(model_paths["qwen3"])
     own = SglangSettings(url=server.url, weights_directory=str(tmp_path), answer_timeout_s=120.0)
     shape = EngineSettings(kind="sglang", slots=8, max_context_tokens=128, sglang=own)
-    engine = engine_of_model(str(model_paths["qwen3"]), shape, V0, device="auto", attention="sdpa")
+    engine = engine_of_model(ModelSettings(path=str(model_paths["qwen3"])), shape, V0)
     try:
         grown = grow(engine, [driver.lease(0, PROMPT, 8, temperature=0.0)])[0]  # type: ignore[arg-type]
         assert list(grown.token_ids) == expected_of(embedded, driver, "qwen3", PROMPT, 8)[0]

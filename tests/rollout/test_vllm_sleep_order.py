@@ -4,6 +4,7 @@ memory has never run with Baton, because vLLM's CPU build frees none."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from baton.errors import EngineFault
 from baton.rollout.engine import EngineSettings
@@ -267,6 +268,22 @@ def test_after_a_load_that_failed_the_engine_stays_paused_and_the_next_load_serv
     core.fails = False
     engine.load_weights(tensors, PolicyVersion("r", 1))
     assert (core.is_paused, core.asleep, core.weights) == (False, set(), "start" if adapters else "loaded")
+
+
+def test_a_full_file_system_in_memory_is_reported_as_a_full_disk(
+    engine: VllmEngine, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors raises an error of its own, which names no file."""
+
+    def write(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(vllm_engine, "save_file", write)
+    monkeypatch.setattr(vllm_engine, "write_adapter", write)
+    with pytest.raises(OSError, match="No space left") as full:
+        engine.load_weights(tensors, PolicyVersion("r", 1))
+    assert full.value.errno == errno.ENOSPC
+    assert Path(full.value.filename).is_absolute()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.errors import EngineFault
+from baton.policy.settings import ModelSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.vllm import engine as vllm_engine
 from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model
@@ -43,11 +43,9 @@ def test_an_engine_that_cannot_receive_weights_directly_ends(small: Any, monkeyp
     versions: Any = SimpleNamespace(sender=sender)
     with pytest.raises(EngineFault, match="the core has no process"):
         vllm_of_model(
-            str(Path(small.model)),
+            ModelSettings(path=str(small.model), device="cuda"),
             EngineSettings(kind="vllm"),
             PolicyVersion("a", 0),
-            device="cuda",
-            attention="sdpa",
             direct=DirectTransfer("gloo", versions=versions),
         )
     assert client.num_closed == 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from baton.errors import UserError
+from baton.policy.settings import ModelSettings
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import experimental_parts
@@ -315,8 +316,8 @@ def test_the_engine_of_the_trainers_process_has_another_gpu(
     pretend(2)
     started = {}
 
-    def engine_of_model(*_: Any, device: str, **__: Any) -> None:
-        started.update(device=device, sees=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    def engine_of_model(model: ModelSettings, *_: Any, **__: Any) -> None:
+        started.update(device=model.device, sees=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     monkeypatch.setattr(assemble, "engine_of_model", engine_of_model)
     own = recipe(small, tmp_path, f"engine.kind={kind}")

@@ -17,6 +17,7 @@ pytest.register_assert_rewrite("engine_contract")
 
 from engine_cases import driver, embedded, load, model_paths, tokenizer  # noqa: E402
 
+from baton.policy.settings import ModelSettings  # noqa: E402
 from baton.policy.tensors import policy_tensors  # noqa: E402
 from baton.rollout.engine import EngineSettings  # noqa: E402
 from baton.types import PolicyVersion  # noqa: E402
@@ -48,7 +49,7 @@ def started(vllm_paths):
     from baton.rollout.engines.factory import engine_of_model
 
     settings = EngineSettings(kind="vllm", vllm=EAGER, **SHAPE)
-    engine = engine_of_model(vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+    engine = engine_of_model(ModelSettings(path=vllm_paths["qwen3"], device="cpu"), settings, PolicyVersion("run", 0))
     yield engine
     engine.close()
 

@@ -15,6 +15,7 @@ import pytest
 from engine_contract import PROMPT, V1
 
 from baton.errors import EngineFault, UserError
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.types import PolicyVersion
@@ -53,7 +54,7 @@ def build(path: str, **changes: object):
     from baton.rollout.engines.factory import engine_of_model
 
     settings = EngineSettings(kind="vllm", vllm=SHAPE, **{**SETTINGS, **changes})
-    return engine_of_model(path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+    return engine_of_model(ModelSettings(path=path, device="cpu"), settings, PolicyVersion("run", 0))
 
 
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "VLLM::Worker"])

@@ -22,6 +22,7 @@ from replica_process import STAGES, ProcessLink, await_cause
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.types import PolicyVersion
@@ -63,7 +64,7 @@ class Started:
         settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)
         self.whole = WholeWeights(Skeleton(Path(path), settings).model, None).whole
         self.engine = engine_of_model(
-            path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct=direct
+            ModelSettings(path=path, device="cpu"), settings, PolicyVersion("run", 0), direct=direct
         )
         own = {pid: name for pid, name in vllms(os.getpid()).items() if pid not in before}
         self.worker = next(pid for pid, name in own.items() if name.startswith("VLLM::Worker"))
@@ -112,7 +113,7 @@ def test_a_load_by_the_engine_itself_gives_the_other_model(vllm_paths, load, dri
 
     settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)
     engine = engine_of_model(
-        vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct=WHOLE
+        ModelSettings(path=vllm_paths["qwen3"], device="cpu"), settings, PolicyVersion("run", 0), direct=WHOLE
     )
     try:
         for number, name in ((1, "qwen3_next"), (2, "qwen3")):
@@ -318,7 +319,7 @@ def test_a_model_with_experts_is_refused_before_vllm_starts(vllm_paths, tokenize
     tokenizer.hf.save_pretrained(tmp_path)
     settings = EngineSettings(kind="vllm", vllm=EAGER, **SETTINGS)
     with pytest.raises(UserError, match=r'weights\.transport: got "sparse", but .* has experts'):
-        engine_of_model(str(tmp_path), settings, PolicyVersion("x", 0), device="cpu", attention="sdpa", direct=SPARSE)
+        engine_of_model(ModelSettings(path=str(tmp_path), device="cpu"), settings, PolicyVersion("x", 0), direct=SPARSE)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "an adapter"])

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from baton.errors import UserError
+from baton.policy.settings import ModelSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import engine_of_model
 from baton.types import PolicyVersion
@@ -30,7 +31,7 @@ def test_vllm_without_model_runner_v2_refuses_to_return_experts(vllm_paths) -> N
         pytest.skip("this vLLM has Model Runner V2")
     settings = EngineSettings(kind="vllm", report_routing=True, vllm={"enforce_eager": True}, **SHAPE)
     with pytest.raises(UserError, match=r"vLLM refuses .* requires Model Runner V2"):
-        engine_of_model(vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+        engine_of_model(ModelSettings(path=vllm_paths["qwen3"], device="cpu"), settings, PolicyVersion("run", 0))
 
 
 def test_a_vllm_without_model_runner_v2_refuses_to_start(vllm_paths) -> None:
@@ -41,4 +42,4 @@ def test_a_vllm_without_model_runner_v2_refuses_to_start(vllm_paths) -> None:
     keys = {"enforce_eager": True, "return_sampling_mask": True}
     settings = EngineSettings(kind="vllm", vllm=keys, **SHAPE)
     with pytest.raises(UserError, match=r"vLLM refuses .* sampling distribution replay requires Model Runner V2"):
-        engine_of_model(vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+        engine_of_model(ModelSettings(path=vllm_paths["qwen3"], device="cpu"), settings, PolicyVersion("run", 0))

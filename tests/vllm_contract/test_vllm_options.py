@@ -11,6 +11,7 @@ from test_vllm_exact import assert_logprobs_are_those_of
 from baton.errors import EngineFault, UserError
 from baton.policy.adapters import BaseWeights
 from baton.policy.load import save_skeleton
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
@@ -85,7 +86,7 @@ def test_layers_that_a_load_misses_are_found_although_vllm_logs_only_errors(
     """Also with further arguments of vLLM."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     given = settings(arguments={"max_num_batched_tokens": 64, "seed": 3})
-    engine = engine_of_model(vllm_paths["qwen3"], given, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+    engine = engine_of_model(ModelSettings(path=vllm_paths["qwen3"], device="cpu"), given, PolicyVersion("run", 0))
     try:
         engine.load_weights(policy_tensors(load("qwen3_next")), PolicyVersion("run", 1))
         grown = driver.run(engine, [driver.lease(0, [*PROMPT] * 30, 24, version=1, temperature=0.0)])[0]
@@ -102,12 +103,11 @@ def test_layers_that_a_load_misses_are_found_although_vllm_logs_only_errors(
 def test_an_argument_that_vllm_does_not_have_is_a_sentence(vllm_paths):
     given = settings(arguments={"no_such_argument": 1})
     with pytest.raises(UserError, match=r"vLLM refuses this model or these settings: .*no_such_argument"):
-        engine_of_model(vllm_paths["qwen3"], given, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+        engine_of_model(ModelSettings(path=vllm_paths["qwen3"], device="cpu"), given, PolicyVersion("run", 0))
 
 
 def test_batch_invariant_kernels_are_refused_on_a_cpu(vllm_paths):
     """vLLM itself would start and fail at the first token, because the kernels are Triton's."""
+    given = settings(batch_invariant=True)
     with pytest.raises(UserError, match=r"engine\.vllm\.batch_invariant: got true, but this vLLM is built for a CPU"):
-        engine_of_model(
-            vllm_paths["qwen3"], settings(batch_invariant=True), PolicyVersion("run", 0), device="cpu", attention="sdpa"
-        )
+        engine_of_model(ModelSettings(path=vllm_paths["qwen3"], device="cpu"), given, PolicyVersion("run", 0))

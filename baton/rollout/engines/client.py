@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
+from baton.types import SamplingParams
 
 T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
@@ -39,15 +40,12 @@ class EngineRequest:
     token_ids: tuple[int, ...]
     """[prompt + L] Token ids of the prompt and of the L tokens after the prompt."""
     max_tokens: int
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
+    sampling: SamplingParams
+    """The parameters of the lease. `max_tokens` and `stop_token_ids` replace its own limit and its own ids."""
     stop_token_ids: tuple[int, ...]
     seed: int
     cache_salt: str
     """Salt of the prefix cache's keys. Only requests with equal salts share cached prefixes."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """Number of most likely tokens to sample among; 0 means all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

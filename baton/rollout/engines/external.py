@@ -42,8 +42,6 @@ class RunningRequest:
 
     slot: int
     row: RunningLease
-    ids: list[int]
-    """Token ids of the prompt and of all tokens after the prompt."""
     by_weights: Counter[str] = field(default_factory=Counter)
     """Label of weights → number of tokens that were received while the program held these weights."""
     is_ending: bool = False
@@ -131,7 +129,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         changing any weight, for tensors that do not fit."""
         loadable = self._loadable(tensors)
         label = self.begin_load(version)
-        self._load_tensors(loadable, label)
+        self._load_tensors(loadable, version, label)
         self.end_load(version, label)
 
     def begin_load(self, version: PolicyVersion) -> str:
@@ -159,8 +157,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return self._weights.whole(tensors)
 
     @abstractmethod
-    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        """Make the program load tensors. The caller has paused generation."""
+    def _load_tensors(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
+        """Make the program load the tensors of a version. The caller has paused generation."""
 
     def close(self) -> None:
         self._client.close()
@@ -173,8 +171,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._active_s = self._clock()
             running = self.running.get(said.key)
             if running is None:
-                # the lease has already ended in the table, because of a stop string, the token budget or an abort
-                continue
+                continue  # the lease has ended, because of a stop string, the token budget or an abort
             if isinstance(said, RequestLost):
                 self._client.check()
                 name = running.row.lease.trajectory.name
@@ -192,7 +189,6 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         for token, logprob, mask, experts in zip(said.token_ids, said.logprobs, masks, routing, strict=True):
             self._decoded_tokens += 1
             self._decode_rows += 1
-            running.ids.append(token)
             running.by_weights[self._label] += 1
             report = self._table.grow(running.slot, token, logprob, experts, kept=mask)
             if report is not None:
@@ -243,9 +239,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _fill_slots(self) -> None:
-        self._submit_rows(
-            [RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._table.admit()]
-        )
+        self._submit_rows([RunningRequest(slot, row) for slot, row in self._table.admit()])
 
     def _submit_rows(self, rows: Sequence[RunningRequest]) -> None:
         requests = []
@@ -257,14 +251,12 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             requests.append(
                 EngineRequest(
                     key,
-                    tuple(running.ids),
+                    tuple(row.ids),
                     row.room,
-                    row.lease.sampling.temperature,
+                    row.lease.sampling,
                     tuple(sorted(row.end_ids)),
                     seed=noise_key(noise, row.length, 0) >> 1,
                     cache_salt=self._label or self._name,
-                    top_p=row.lease.sampling.top_p,
-                    top_k=row.lease.sampling.top_k,
                 )
             )
         if requests:

@@ -1,10 +1,4 @@
-"""Constructs the configured kind of engine. Only the package that this kind needs is imported.
-
-| available on the machine                              | function               |
-|-------------------------------------------------------|------------------------|
-| a model: configuration, tokenizer and weights         | `engine_of_model`      |
-| configuration and tokenizer; weights are loaded later | `engine_from_skeleton` |
-"""
+"""Constructs the configured kind of engine. Only the package that this kind needs is imported."""
 
 from __future__ import annotations
 
@@ -17,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from baton.errors import UserError
+from baton.policy.settings import ModelSettings
 from baton.rollout.engine import Engine, EngineKind, EngineSettings
 from baton.types import PolicyVersion
 from baton.weights.direct.settings import DirectTransfer
@@ -25,17 +20,14 @@ KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 
 
 def engine_of_model(
-    path: str,
+    model: ModelSettings,
     settings: EngineSettings,
     version: PolicyVersion,
     *,
-    device: str,
-    attention: str,
-    head_dtype: str = "auto",
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> Engine:
-    """Build an engine that serves the model in a directory as `version`.
+    """Build an engine that serves a model as `version`.
 
     direct: how later versions are transferred from the trainer's memory to an engine of kind `vllm`. With None, later
     versions are transferred as files. sleeps: whether engine and trainer use the same devices alternately. Raises
@@ -45,24 +37,15 @@ def engine_of_model(
         case "embedded":
             from baton.rollout.engines.embedded.engine import embedded_engine
 
-            return embedded_engine(path, settings, version, device=device, attention=attention, head_dtype=head_dtype)
+            return embedded_engine(model, settings, version)
         case "vllm":
             from baton.rollout.engines.vllm.engine import vllm_of_model
 
-            return vllm_of_model(
-                path,
-                settings,
-                version,
-                device=device,
-                attention=attention,
-                head_dtype=head_dtype,
-                direct=direct,
-                sleeps=sleeps,
-            )
+            return vllm_of_model(model, settings, version, direct=direct, sleeps=sleeps)
         case "sglang":
             from baton.rollout.engines.sglang.engine import sglang_of_model
 
-            return sglang_of_model(path, settings, version, attention=attention)
+            return sglang_of_model(model, settings, version)
 
 
 def engine_from_skeleton(

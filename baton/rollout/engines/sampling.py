@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from baton.policy.memory import sent
 from baton.policy.sampling_masks import encoded
 from baton.types import SamplingParams
 
+Bits = TypeVar("Bits", int, NDArray[np.uint64])
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
@@ -43,7 +45,7 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a uniform random number in [0, 1), with 53 random bits, for each row. keys: [W] results of `noise_key`.
     positions: [W] number of tokens after the prompt."""
-    bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
+    bits = mix(keys ^ mix(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -51,15 +53,14 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 class RowParams:
     """The sampling parameters of W rows as tensors, which are built again only when the rows have changed."""
 
-    num_rows: int
-    temperature_W1: Tensor | None
+    temperature_W1: Tensor | None = None
     """[W, 1] temperature of each row, 1 for greedy rows; None if every row has temperature 1."""
-    is_greedy_W: Tensor | None
+    is_greedy_W: Tensor | None = None
     """[W] whether each row is greedy; None if no row is greedy."""
-    filtered_F: Tensor | None
+    filtered_F: Tensor | None = None
     """[F] indices of the rows with top-p or top-k; None if there is no such row."""
-    top_k_F1: Tensor | None
-    top_p_F1: Tensor | None
+    top_k_F1: Tensor | None = None
+    top_p_F1: Tensor | None = None
     reports_F: Tensor | None = None
     """[F] whether each row of `filtered_F` reports its sampling mask; None if no row does."""
     most: int = 0
@@ -76,7 +77,6 @@ class RowParams:
                 top_k, top_p = self.top_k_F1[is_inside_F], self.top_p_F1[is_inside_F]
                 reports = None if self.reports_F is None else self.reports_F[is_inside_F]
         return RowParams(
-            rows.stop - rows.start,
             None if temperature_W1 is None else temperature_W1[rows],
             None if is_greedy_W is None else is_greedy_W[rows],
             filtered,
@@ -90,7 +90,7 @@ class RowParams:
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
     """Convert the sampling parameters of all rows to tensors. params: one element per row, None for an empty row."""
     if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
-        return RowParams(len(params), None, None, None, None, None)
+        return RowParams()
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
     is_greedy = [p is not None and p.temperature == 0 for p in params]
     filtered = [
@@ -100,7 +100,6 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
     ]
     reports = [p.reports_kept for _, p in filtered]
     return RowParams(
-        num_rows=len(params),
         temperature_W1=(
             torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
             if any(t != 1 for t in temperatures)
@@ -209,14 +208,8 @@ def _likeliest(mass_FV: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return sorted_FV[:, :most], order_FV[:, :most]
 
 
-def mix(value: int) -> int:
+def mix(value: Bits) -> Bits:
     """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
-
-
-def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -84,10 +84,9 @@ class RunningLease:
         """Number of tokens after the prompt, which is also the position that determines the noise of the next draw."""
         self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
-        self.last_id = ids[-1]
-        """Input id of the next decode step."""
         self.position = len(ids) - 1
-        """Position of `last_id`, counted from 0 at the start of the prompt."""
+        """Position of the last id, counted from 0 at the start of the prompt. The last id is the input of the next
+        decode step."""
         self.pieces = pieces_of(trajectory)
         self._keys: dict[tuple[int, bool], tuple[PrefixKey, ...]] = {}
         self.kept: tuple[PrefixKey, ...] = ()
@@ -132,7 +131,6 @@ class RunningLease:
             self._routing.append(routing)
         if kept:
             self._kept.append(kept)
-        self.last_id = token
         self.position += 1
         self.length += 1
         if token in self.end_ids or (self._stop is not None and self._stop.ends_with(token)):

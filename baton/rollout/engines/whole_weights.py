@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from baton.errors import EngineFault
 from baton.policy.adapters import BaseWeights, adapted_modules, base_of_adapter, is_adapter
 from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_device, torch_dtype
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import check_fit, policy_tensors
 from baton.policy.tokenizer import load_tokenizer, model_directory
 from baton.rollout.engine import EngineSettings
@@ -47,10 +48,10 @@ class Skeleton:
 class ModelFiles:
     """The files of a model, or of an adapter and its base model, in a directory or in the local Hugging Face cache."""
 
-    def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
-        self.path = path
-        self.base_path = base_of_adapter(Path(path)) or path
-        self._dtype, self._attention = torch_dtype(settings.dtype, torch_device("auto")), attention
+    def __init__(self, model: ModelSettings, settings: EngineSettings) -> None:
+        self.path, self._attention = model.path, model.attention
+        self.base_path = base_of_adapter(Path(model.path)) or model.path
+        self._dtype = torch_dtype(settings.dtype, torch_device("auto"))
 
     def load(self) -> PreTrainedModel:
         """Load the model into host memory. An adapter is merged into its base model."""

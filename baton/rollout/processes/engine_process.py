@@ -98,11 +98,4 @@ def _build(start: protocol.Start) -> Engine:
     from baton.rollout.engines.factory import engine_of_model
 
     set_up_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return engine_of_model(
-        start.model_path,
-        start.engine_settings(),
-        start.version,
-        device=start.device,
-        attention=start.attention,
-        head_dtype=start.head_dtype,
-    )
+    return engine_of_model(start.model(), start.engine_settings(), start.version)

@@ -98,7 +98,6 @@ class EnginePool(WorkerTransport):
         """The reports that have arrived, but that `receive` has not returned yet."""
         self._save_tensors = save_tensors
         self.timeout_s = timeout_s
-        """Maximum number of seconds until all processes serve a new version."""
         self._trace = trace or LeaseTrace(TraceWriter())
         self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         self._queue = LeaseQueue([self._slots] * count)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import Fault
+from baton.policy.settings import ModelSettings
 from baton.rollout.engine import SENT_BY_RUN, EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
@@ -29,6 +30,10 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     head_dtype: str = "auto"
     is_sparse: bool = False
     """For vLLM with direct transfers: whether differences between versions are sent."""
+
+    def model(self) -> ModelSettings:
+        known = {"device": self.device, "attention": self.attention, "head_dtype": self.head_dtype}
+        return ModelSettings.model_validate({"path": self.model_path, **known})
 
     def engine_settings(self) -> EngineSettings:
         return EngineSettings.model_validate(self.settings, context=SENT_BY_RUN)

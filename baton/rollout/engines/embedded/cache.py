@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ KV_BUCKET = 64
 class Prefix:
     """A copy of the keys and values of one piece of a token sequence."""
 
-    keys: list[Tensor]
-    """One tensor [L, kv_heads, head_dim] per layer."""
-    values: list[Tensor]
+    tensors: list[Tensor]
+    """[L, kv_heads, head_dim] The keys of each layer, then the values of each layer."""
     num_tokens: int
 
 
@@ -73,21 +72,19 @@ class KeptPrefixes:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for prefix in self._pieces.values() for t in (*prefix.keys, *prefix.values)]
+        return [t for prefix in self._pieces.values() for t in prefix.tensors]
 
 
+@dataclass(slots=True)
 class DecodeWindow:
     """The part of the slots that a decode step uses in all layers, as set by `SlotCache.focus` before the step."""
 
-    __slots__ = ("first_W", "kv_length", "places_W", "width")
-
-    def __init__(self) -> None:
-        self.width = 0
-        self.kv_length = 0
-        self.first_W = torch.empty(0, dtype=torch.long)
-        """Index of the first position of each slot in the flattened [slots × length]."""
-        self.places_W = torch.empty(0, dtype=torch.long)
-        """For each row: index into the flattened [slots × length] at which the row's new key and value are written."""
+    width: int = 0
+    kv_length: int = 0
+    first_W: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """Index of the first position of each slot in the flattened [slots × length]."""
+    places_W: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """For each row: index into the flattened [slots × length] at which the row's new key and value are written."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -146,20 +143,16 @@ class SlotCache(Cache):
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Number of positions per slot."""
-        self._slot_layers = [
-            SlotLayer(
-                keys.new_zeros((slots, length, *keys.shape[1:])),
-                values.new_zeros((slots, length, *values.shape[1:])),
-                self.window,
-            )
-            for keys, values in zip(like.keys, like.values, strict=True)
-        ]
+        tensors, half = [t.new_zeros((slots, length, *t.shape[1:])) for t in like.tensors], len(like.tensors) // 2
+        self._slot_layers = [SlotLayer(k, v, self.window) for k, v in zip(tensors[:half], tensors[half:], strict=True)]
         super().__init__(layers=[*self._slot_layers])
         self._num_slots = slots
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for layer in self._slot_layers for t in (layer.slot_keys, layer.slot_values)]
+        """[slots, length, kv_heads, head_dim] The slots, in the order of `Prefix.tensors`."""
+        layers = self._slot_layers
+        return [*(layer.slot_keys for layer in layers), *(layer.slot_values for layer in layers)]
 
     def release(self) -> None:
         """Free the memory of the slots; their contents are lost."""
@@ -169,8 +162,7 @@ class SlotCache(Cache):
     def allocate(self) -> None:
         """Allocate the slots again, after `release`."""
         for layer in self._slot_layers:
-            keys, values = layer.slot_keys, layer.slot_values
-            layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
+            layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (layer.slot_keys, layer.slot_values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
         """Select the slots below `width` and the positions below `kv_length`. positions_W: position of each row's new
@@ -184,15 +176,12 @@ class SlotCache(Cache):
     def write(self, slot: int, prefix: Prefix, start: int = 0) -> None:
         """Copy a prefix to the positions of a slot from `start` on."""
         end = start + prefix.num_tokens
-        for layer, keys, values in zip(self._slot_layers, prefix.keys, prefix.values, strict=True):
-            layer.slot_keys[slot, start:end] = keys
-            layer.slot_values[slot, start:end] = values
+        for slots, tensor in zip(self.tensors, prefix.tensors, strict=True):
+            slots[slot, start:end] = tensor
 
     def read(self, slot: int, start: int, end: int) -> Prefix:
         """Return a copy of the positions of a slot from `start` to `end` (exclusive)."""
-        keys = [layer.slot_keys[slot, start:end].clone() for layer in self._slot_layers]
-        values = [layer.slot_values[slot, start:end].clone() for layer in self._slot_layers]
-        return Prefix(keys, values, end - start)
+        return Prefix([slots[slot, start:end].clone() for slots in self.tensors], end - start)
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
@@ -212,9 +201,8 @@ class SlotCache(Cache):
 
     def move(self, source: int, destination: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` positions of slot `source` to slot `destination`."""
-        for layer in self._slot_layers:
-            layer.slot_keys[destination, :num_tokens] = layer.slot_keys[source, :num_tokens]
-            layer.slot_values[destination, :num_tokens] = layer.slot_values[source, :num_tokens]
+        for slots in self.tensors:
+            slots[destination, :num_tokens] = slots[source, :num_tokens]
 
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
@@ -226,13 +214,13 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
     and must be masked.
     """
     cache = Cache(layer_class_to_replicate=DynamicLayer)
-    like = next((pieces[0] for pieces in pasts if pieces), None)
-    for layer in range(0 if like is None else len(like.keys)):
-        cache.update(
-            _padded([[piece.keys[layer] for piece in pieces] for pieces in pasts], rows, length),
-            _padded([[piece.values[layer] for piece in pieces] for pieces in pasts], rows, length),
-            layer,
+    num_layers = next((len(pieces[0].tensors) // 2 for pieces in pasts if pieces), 0)
+    for layer in range(num_layers):
+        keys, values = (
+            _padded([[piece.tensors[index] for piece in pieces] for pieces in pasts], rows, length)
+            for index in (layer, num_layers + layer)
         )
+        cache.update(keys, values, layer)
     return cache
 
 
@@ -250,16 +238,17 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
     """Return one `Prefix` per row of a prefill cache: a copy of `lengths[row]` positions from `start` on."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
 
-    def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:
+    def cut(row: int, length: int) -> list[Tensor]:
+        part = slice(start, start + length)
         return [
-            s[row, :, start : start + length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            s[row, :, part].transpose(0, 1).clone(memory_format=torch.contiguous_format)
             for s in states
+            if s is not None
         ]
 
-    keys = [layer.keys for layer in layers if layer.keys is not None]
-    values = [layer.values for layer in layers if layer.values is not None]
-    return [Prefix(cut(keys, row, n), cut(values, row, n), n) for row, n in enumerate(lengths)]
+    return [Prefix(cut(row, n), n) for row, n in enumerate(lengths)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
-from baton.policy.routing import Routing, RoutingReplay
+from baton.policy.routing import RoutingReplay
+from baton.policy.settings import ModelSettings
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes
@@ -69,10 +70,7 @@ class EmbeddedEngine(SlotEngine):
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._routers = RoutingReplay(model) if settings.report_routing else None
         self.network = Network(
-            model,
-            settings.slots,
-            settings.max_context_tokens,
-            attends_by_row=settings.row_attention,
+            model, settings.slots, settings.max_context_tokens, attends_by_row=settings.row_attention
         )
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
@@ -83,8 +81,8 @@ class EmbeddedEngine(SlotEngine):
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
         """[slots] `noise_key` of each row's trajectory."""
-        self._params: RowParams | None = None
-        """Sampling parameters of the rows; None if the rows have changed since `_gather_params`."""
+        self._params, self._params_rows = RowParams(), list[RunningLease | None]()
+        """Sampling parameters of the rows in the last decode step, and these rows."""
         self._needs_version = False
         """Whether the engine has slept since the last load of weights."""
 
@@ -110,8 +108,7 @@ class EmbeddedEngine(SlotEngine):
         left = self._table.num_running + len(self._table.waiting())
         assert not left, f"the engine cannot sleep with {left} leases"
         self._kept.clear()
-        self._params = None
-        self._needs_version = self._needs_version or not self.network.is_resting
+        self._needs_version = True
         self.network.sleep()
 
     def wake_up(self) -> None:
@@ -119,13 +116,10 @@ class EmbeddedEngine(SlotEngine):
         self.network.wake_up()
 
     def step(self) -> list[FromWorker]:
-        running = self._table.num_running
         self._keep_aborted()
         reports = self._table.open_step()
         admitted = self._table.admit()
         assert not (admitted and self._needs_version), "an engine that has slept needs weights before it can generate"
-        if admitted or self._table.num_running != running:
-            self._params = None
         if admitted:
             self._fill_prefixes(admitted)
         if self._table.num_running:
@@ -158,7 +152,7 @@ class EmbeddedEngine(SlotEngine):
                 for key in keys:
                     self.network.cache.write(slot, self._kept[key], key.begin)
                 trajectory = row.lease.trajectory
-                self._inputs[:, slot] = row.last_id, row.position, row.length
+                self._inputs[:, slot] = row.ids[-1], row.position, row.length
                 self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
                 self._is_in_flight |= not row.lease.is_exact
         self._drop_kept()
@@ -233,15 +227,16 @@ class EmbeddedEngine(SlotEngine):
         if any(row is not None for row in table.rows[width:]):
             self._compact(width)
         is_ordering = self._decode_steps % HORIZON_STEPS == 0
-        if is_ordering or self._params is None or self._params.num_rows != width:
+        if is_ordering or table.rows[:width] != self._params_rows:
             self._order_rows(width, is_ordering=is_ordering)
+            self._params_rows = table.rows[:width]
             self._params = self._gather_params(width)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
         kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
         inputs_W = sent(torch.from_numpy(inputs[:2].copy()), device)
         with torch.inference_mode():
-            with self._recorded() as chosen:
+            with nullcontext({}) if self._routers is None else self._routers.recorded() as chosen:
                 logits_WV = self.network.decode(inputs_W[0], inputs_W[1], kv_length)
             uniform_W = uniforms(self._noise_keys[:width], inputs[2])
             ids_W, logprob_W, masks = sample(logits_WV, self._params, uniform_W)
@@ -252,15 +247,8 @@ class EmbeddedEngine(SlotEngine):
         self._decode_steps += 1
         self._decode_rows += width
         self._decoded_tokens += table.num_running
-        running = table.num_running
         routing = None if self._routers is None else self._routers.as_bytes(chosen)
-        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing, masks)
-        if table.num_running != running:
-            self._params = None
-        return reports
-
-    def _recorded(self) -> AbstractContextManager[Routing]:
-        return nullcontext({}) if self._routers is None else self._routers.recorded()
+        return table.commit(ids.tolist(), drawn[1].tolist(), routing, masks)
 
     def _order_rows(self, width: int, *, is_ordering: bool) -> None:
         """Reset empty rows to position 0. With `is_ordering`, also move rows of similar length into adjacent slots if
@@ -279,7 +267,7 @@ class EmbeddedEngine(SlotEngine):
             self._noise_keys[: len(order)] = self._noise_keys[order]
 
     def _gather_params(self, width: int) -> RowParams:
-        rows = [*self._table.rows[:width], *[None] * (width - len(self._table.rows))]
+        rows = [*self._params_rows, *[None] * (width - len(self._params_rows))]
         params = [row.lease.sampling if row is not None else None for row in rows]
         return row_params(params, self.network.vocabulary, self.network.device)
 
@@ -292,23 +280,16 @@ class EmbeddedEngine(SlotEngine):
                 self.network.cache.move(source, destination, row.position)
                 self._inputs[:, destination] = self._inputs[:, source]
                 self._noise_keys[destination] = self._noise_keys[source]
-        self._params = None
 
 
-def embedded_engine(
-    path: str,
-    settings: EngineSettings,
-    version: PolicyVersion,
-    *,
-    device: str,
-    attention: str,
-    head_dtype: str = "auto",
-) -> EmbeddedEngine:
-    """Build an engine with the weights of a model directory."""
-    place = torch_device(device)
-    dtype = torch_dtype(settings.dtype, place)
-    model = load_model(path, dtype=dtype, device=place, attention=attention, head_dtype=head_dtype)
-    tokenizer = load_tokenizer(path)
+def embedded_engine(source: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> EmbeddedEngine:
+    """Build an engine with the weights of a model, which is `version`."""
+    device = torch_device(source.device)
+    dtype = torch_dtype(settings.dtype, device)
+    model = load_model(
+        source.path, dtype=dtype, device=device, attention=source.attention, head_dtype=source.head_dtype
+    )
+    tokenizer = load_tokenizer(source.path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 
 

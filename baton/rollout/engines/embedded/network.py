@@ -16,7 +16,7 @@ differ from those of decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError, first_line
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.memory import held_bytes
-from baton.policy.tensors import check_fit
+from baton.policy.tensors import load_version
 from baton.rollout.engines.embedded.cache import (
     KV_BUCKET,
     Masks,
@@ -93,12 +93,7 @@ class Network:
     """A model with its slots and attention masks."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        slots: int,
-        max_context_tokens: int,
-        *,
-        attends_by_row: bool = False,
+        self, model: PreTrainedModel, slots: int, max_context_tokens: int, *, attends_by_row: bool = False
     ) -> None:
         """Allocate the slots. Raises UserError for a model that does not work with this KV cache. attends_by_row:
         whether each row attends only over its own length (`row_attention.py`); a decode step then always receives the
@@ -212,21 +207,12 @@ class Network:
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy new values into the parameters, cast to the parameters' dtype. An adapter is merged into the weights of
-        the last version that was a whole model. `tensors` may contain a tied parameter under any of its names. Raises
-        EngineFault, without changing any weight, for missing or unknown names and for different shapes."""
-        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        if is_adapter(tensors):
-            if self._shapes:
-                raise EngineFault("cannot load an adapter: the engine has freed its weights and needs a whole version")
-            self._copy(own, self._base.merged(own, tensors))
-            self._is_whole = False
-            return
-        check_fit(self.model, own, tensors)
-        self._base.forget()
-        self._copy(own, tensors.items())
+        """Load a version (`load_version`). Raises EngineFault also for an adapter whose base `sleep` has freed."""
+        if self._shapes and is_adapter(tensors):
+            raise EngineFault("cannot load an adapter: the engine has freed its weights and needs a whole version")
+        self._is_whole = load_version(self.model, self._base, tensors)
         self._shapes.clear()
-        self._is_whole = True
+        self._packed.refresh()
 
     @property
     def held_bytes(self) -> int:
@@ -265,12 +251,6 @@ class Network:
                 parameter.data = parameter.data.to(self.device)
         self.cache.allocate()
 
-    def _copy(self, own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Any]]) -> None:
-        with torch.inference_mode():
-            for name, tensor in tensors:
-                own[name].copy_(tensor)
-        self._packed.refresh()
-
     def _proven_cache(self) -> SlotCache:
         try:
             cache, difference = self._probe()
@@ -299,7 +279,7 @@ class Network:
             plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
             expected_V = plain.logits[0, -1].float()
             prefix = self.prefill([ids[:-1]])[0]
-            if not prefix.keys:
+            if not prefix.tensors:
                 raise ValueError("the forward does not write keys and values into the cache that it receives")
             self.cache = SlotCache(prefix, self._width, self._max_context_tokens)
             self.cache.write(0, prefix)
@@ -372,15 +352,12 @@ class Network:
 
 def _noise(like: Prefix, num_tokens: int) -> Prefix:
     generator = torch.Generator().manual_seed(0)
-    keys, values = (
-        [torch.randn((num_tokens, *t.shape[1:]), generator=generator).to(t) for t in ts]
-        for ts in (like.keys, like.values)
-    )
-    return Prefix(keys, values, num_tokens)
+    tensors = [torch.randn((num_tokens, *t.shape[1:]), generator=generator).to(t) for t in like.tensors]
+    return Prefix(tensors, num_tokens)
 
 
 def _are_equal(a: Prefix, b: Prefix) -> bool:
-    return all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
+    return all(map(torch.equal, a.tensors, b.tensors))
 
 
 def _widths(full: int) -> list[int]:

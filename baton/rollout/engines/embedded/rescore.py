@@ -20,7 +20,7 @@ Shapes: B rows, S positions of a padded row, N scored tokens, V vocabulary, F to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from baton.policy.adapters import BaseWeights, is_adapter
+from baton.policy.adapters import BaseWeights
 from baton.policy.head import find_head
 from baton.policy.logprobs import hidden_states
 from baton.policy.sampling_masks import decoded
-from baton.policy.tensors import check_fit
+from baton.policy.tensors import load_version
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
 from baton.rollout.rescoring import Claim, Rescored
 
@@ -75,17 +75,12 @@ class Rescorer:
         self.version: int | None = None
         """Number of the loaded version; None until the first `load`."""
         self._base = BaseWeights()
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load the weights of a version: a whole model, or an adapter for the last whole model. Raises EngineFault,
         without changing any weight, for tensors that do not fit."""
-        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        if is_adapter(tensors):
-            self._copy(own, self._base.merged(own, tensors))
-        else:
-            check_fit(self.model, own, tensors, f"version {version} does")
-            self._base.forget()
-            self._copy(own, tensors.items())
+        load_version(self.model, self._base, tensors, f"version {version} does")
         self.version = version
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
@@ -145,15 +140,6 @@ class Rescorer:
         numbers = [tuple(column.tolist()) for column in scores]
         behavior = row.behavior_logprobs
         return Rescored(trajectory.name, self.version, temperature, row.places, row.token_ids, behavior, *numbers)
-
-    @property
-    def _vocabulary(self) -> int:
-        return int(self.model.config.get_text_config().vocab_size)
-
-    @torch.inference_mode()
-    def _copy(self, own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Any]]) -> None:
-        for name, tensor in tensors:
-            own[name].copy_(tensor)
 
 
 def _row(claim: Claim, version: int) -> _Row:

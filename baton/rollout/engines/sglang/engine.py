@@ -23,7 +23,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from baton.errors import EngineFault, UserError
-from baton.files import memory_directory
+from baton.files import memory_directory, writing
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.client import GeneratedTokens
@@ -70,13 +71,14 @@ class SglangEngine(ExternalEngine[SglangClient]):
         held, self.running = list(self.running.values()), {}
         self._submit_rows(held)
 
-    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
+    def _load_tensors(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
         try:
             directory.chmod(0o755)  # the server may run as another user
-            self._skeleton.save(directory)
-            save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+            with writing(directory):
+                self._skeleton.save(directory)
+                save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
             self._client.load(str(directory), label)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -110,9 +112,9 @@ class SglangEngine(ExternalEngine[SglangClient]):
             super()._ended_early(said, running)
 
 
-def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
-    """Build an engine, and make its server load the model or adapter in the directory `path` as `version`."""
-    files = ModelFiles(path, settings, attention)
+def sglang_of_model(model: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> SglangEngine:
+    """Build an engine, and make its server load a model or adapter as `version`."""
+    files = ModelFiles(model, settings)
     engine = sglang_from_skeleton(files.base_directory(), files.read_base, settings)
     try:
         engine.load_weights(policy_tensors(files.load()), version)
@@ -142,6 +144,11 @@ def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: 
         raise UserError(
             "engine.sglang.url: got nothing, but engine.kind = 'sglang' requires the URL of a running server, such as "
             "http://127.0.0.1:30000"
+        )
+    if own.weights_directory is not None and not Path(own.weights_directory).is_dir():
+        raise UserError(
+            f"engine.sglang.weights_directory: got {own.weights_directory}, which is no directory on this machine; "
+            "create it, or remove the key if the server runs on this machine"
         )
     key = api_key(own)
     skeleton = Skeleton(directory, settings)

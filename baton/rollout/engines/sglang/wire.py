@@ -67,7 +67,7 @@ def generate_body(request: EngineRequest) -> dict[str, Any]:
         "input_ids": list(request.token_ids),
         "sampling_params": {
             "max_new_tokens": request.max_tokens,
-            "temperature": request.temperature,
+            "temperature": request.sampling.temperature,
             "stop_token_ids": list(request.stop_token_ids),
             "skip_special_tokens": False,
         },

@@ -104,8 +104,8 @@ class VllmClient(EngineClient):
                 f"the core of the vLLM engine has exited ({error}); its output above shows the reason; finished "
                 "trajectories are not lost"
             )
-        if self._detector is not None and (pid := self._detector.stopped()) is not None:
-            raise EngineFault(f"a signal has stopped process {pid} of vLLM (state T in /proc/{pid}/stat)")
+        if self._detector is not None:
+            self._detector.check()
 
     def detect_stops(self) -> None:
         """Make `check` detect that a signal has stopped vLLM's core or a worker that the core has started. Call this
@@ -121,7 +121,7 @@ class VllmClient(EngineClient):
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise UserError(f"engine.kind: vLLM refuses this model or these settings: {_said(error)}") from error
+            raise refusal(error) from error
         except RuntimeError as error:
             raise EngineFault(f"vLLM did not start: {first_line(error)} (vLLM's output is above)") from error
 
@@ -135,8 +135,7 @@ class VllmClient(EngineClient):
 
     def _abort_requests(self, keys: list[str]) -> None:
         for key in keys:
-            task = self._tasks.pop(key, None)
-            if task is not None:
+            if (task := self._tasks.pop(key, None)) is not None:
                 task.cancel()
 
     async def _generate(self, request: EngineRequest) -> None:
@@ -146,9 +145,9 @@ class VllmClient(EngineClient):
 
         params = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,  # stop_token_ids contains all ids that end a trajectory
@@ -201,16 +200,12 @@ class VllmClient(EngineClient):
 
     def _num_kept(self) -> int:
         """Return the number of tokens that vLLM has received from its core but not yet sent to Baton."""
-        if self.stream_interval == 1:
-            return 0
         return sum(state.detokenizer.num_output_tokens() - state.sent_tokens_offset for state in self._states())
 
     async def _flush(self) -> None:
         """Make vLLM send the tokens that it holds back because fewer than `stream_interval` have accumulated, and wait
         until the tokens are in the inbox. vLLM has no call that sends such tokens early: by itself, it sends them only
         with later tokens, or at the end of a request."""
-        if self.stream_interval == 1:
-            return
         for state in self._states():
             kept = list(state.detokenizer.output_token_ids[state.sent_tokens_offset :])
             if kept:
@@ -222,6 +217,9 @@ class VllmClient(EngineClient):
             await asyncio.sleep(0.001)
 
     def _states(self) -> list[Any]:
+        """Return vLLM's states of the requests whose tokens vLLM may hold back."""
+        if self.stream_interval == 1:
+            return []
         states = self._llm.output_processor.request_states.values()
         return [state for state in states if state.external_req_id in self._tasks]
 
@@ -254,8 +252,8 @@ def set_up_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _said(error: Exception) -> str:
-    """Return the first line of a vLLM error's message. A pydantic error contains several errors; use the first one."""
-    if isinstance(error, ValidationError):
-        return str(error.errors()[0]["msg"]).splitlines()[0]
-    return first_line(error)
+def refusal(error: Exception) -> UserError:
+    """Return the error for a model or settings that vLLM refuses. It has the first line of vLLM's message, or of the
+    first error in a pydantic error."""
+    said = str(error.errors()[0]["msg"]).splitlines()[0] if isinstance(error, ValidationError) else first_line(error)
+    return UserError(f"engine.kind: vLLM refuses this model or these settings: {said}")

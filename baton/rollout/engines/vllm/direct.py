@@ -55,13 +55,13 @@ class VllmLink:
 
 
 class DirectVersions:
-    """Sends versions from the trainer to the replicas of a run, to each replica over a separate communicator."""
+    """Implements `Versions`: sends versions to the replicas of a run, to each replica over a separate communicator."""
 
     def __init__(self, direct: DirectTransfer, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer."""
         self.rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
         self.sender = DirectSender(_transport(direct).connect, time.monotonic, self.rules, is_sparse=direct.is_sparse)
-        self.source = direct.source
+        self.source, self._sent_bytes = direct.source, 0
         self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
         """Converts a published version to tensors under the names of the model's files. Set by the engines."""
         self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
@@ -77,13 +77,12 @@ class DirectVersions:
         return whole
 
     def withdraw(self) -> None:
-        """End the offer. Replicas that are already receiving the version continue to receive it."""
         self.sender.withdraw()
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all versions that were sent completely."""
-        return self.sender.sent_bytes
+    def metrics(self) -> dict[str, float]:
+        """Return the bytes of the versions that were sent completely since the last call."""
+        before, self._sent_bytes = self._sent_bytes, self.sender.sent_bytes
+        return {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
 
     def close(self) -> None:
         self.sender.close()
@@ -126,10 +125,8 @@ class DirectLoad:
         if self._versions.source is not None:
             self._versions.source.check()
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all versions that were sent completely."""
-        return self._versions.sent_bytes
+    def metrics(self) -> dict[str, float]:
+        return self._versions.metrics()
 
     def close(self) -> None:
         if self._is_shared:

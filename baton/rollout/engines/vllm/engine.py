@@ -22,21 +22,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
-from baton.files import memory_directory
+from baton.files import memory_directory, writing
 from baton.policy.adapters import is_adapter, write_adapter
 from baton.policy.load import save_skeleton, torch_device, torch_dtype
 from baton.policy.routing import num_bytes, routers_of
+from baton.policy.settings import ModelSettings
 from baton.policy.tensors import dtype_name
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
@@ -57,8 +59,6 @@ _CPU_BLOCK = 128
 _LAYER = re.compile(r"layers\.(\d+)\.")
 """Matches the layer number in a router's name."""
 
-Built = TypeVar("Built")
-
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM allows for `max_lora_rank`, beginning with vLLM's default."""
 
@@ -71,10 +71,6 @@ class VllmEngine(ExternalEngine[VllmClient]):
     `/dev/shm`."""
     _freed: tuple[str, ...] = ()
     """vLLM's names for the parts of device memory that are currently freed."""
-    _incoming = PolicyVersion("", -1)
-    """The version that is being loaded."""
-    _sent_bytes = 0
-    """`direct.sent_bytes` at the last call of `metrics`."""
     # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs
     # over all tokens.
     _only_temperature = (
@@ -92,37 +88,35 @@ class VllmEngine(ExternalEngine[VllmClient]):
         vocabulary = self._skeleton.model.config.get_text_config().vocab_size
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
 
-    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        self._incoming = version
-        super().load_weights(tensors, version)
-
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         if not (self._settings.vllm.lora_rank and is_adapter(tensors)):
             return super()._loadable(tensors)
         self._weights.check_adapter(tensors)
         return tensors
 
-    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
+    def _load_tensors(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load. If the
         transfer fails, the weights may be incomplete, and vLLM stays paused until a load succeeds."""
         assert "weights" not in self._freed, "weights cannot be loaded into a sleeping engine: call wake_up first"
-        self._load_paused(tensors, label)
+        self._load_paused(tensors, version, label)
         if self._freed:
             self._client.wake_up("kv_cache")
             self._freed = ()
 
-    def _load_paused(self, tensors: Mapping[str, Any], label: str) -> None:
+    def _load_paused(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
-            self.direct.load(tensors, self._incoming)
+            self.direct.load(tensors, version)
             self._client.set_label(label)
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
-                write_adapter(tensors, Path(directory))
+                with writing(Path(directory)):
+                    write_adapter(tensors, Path(directory))
                 self._client.load_adapter(directory, label)
                 return
             path = Path(directory) / "weights.safetensors"
-            save_file(dict(tensors), path)
+            with writing(path):
+                save_file(dict(tensors), path)
             taken = self._client.load(str(path), label)
         if taken != len(tensors):
             raise EngineFault(f"vLLM loaded only {taken} of the {len(tensors)} tensors of a version")
@@ -130,7 +124,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def load_base(self) -> None:
         """Load the base weights on which adapters act; the engine still serves no version."""
         self._client.pause()
-        self._load_tensors(self._weights.whole(self._weights.base()), "base")
+        self._load_tensors(self._weights.whole(self._weights.base()), self.version, "base")
         self._client.resume()
 
     def sleep(self) -> None:
@@ -167,14 +161,13 @@ class VllmEngine(ExternalEngine[VllmClient]):
             super().close()
 
     def metrics(self) -> dict[str, float]:
-        before, self._sent_bytes = self._sent_bytes, 0 if self.direct is None else self.direct.sent_bytes
-        return {} if self.direct is None else {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+        return {} if self.direct is None else self.direct.metrics()
 
-    def use_direct(self, direct: DirectTransfer, timeout_s: float) -> None:
-        """Load all later versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
+    def use_direct(self, direct: DirectTransfer) -> None:
+        """Load all later versions by direct transfers."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
-        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=timeout_s)
+        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=own.answer_timeout_s)
         self._weights.on_host = direct.backend == "gloo"
         if direct.versions is not None:
             direct.versions.prepare = self._loadable
@@ -203,16 +196,12 @@ class VllmEngine(ExternalEngine[VllmClient]):
             running.unrouted.append(said)
             if said.finish is None:
                 return []
-            said = self._routed(running)
+            said = joined(running.unrouted)
+            said = replace(said, routing=routing_of(said.experts, self._skeleton.model, len(said.token_ids)))
         reports = super()._append_tokens(said, running)
         if said.finish is not None:
             self._check_account(said, running)
         return reports
-
-    def _routed(self, running: RunningRequest) -> GeneratedTokens:
-        """Return all tokens of a request that has ended, with their routing."""
-        whole = joined(running.unrouted)
-        return replace(whole, routing=routing_of(whole.experts, self._skeleton.model, len(whole.token_ids)))
 
     def _check_account(self, said: GeneratedTokens, running: RunningRequest) -> None:
         """Raise EngineFault if vLLM attributes tokens to other weights than this engine has recorded."""
@@ -227,57 +216,47 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
 
 def vllm_of_model(
-    path: str,
+    model: ModelSettings,
     settings: EngineSettings,
     version: PolicyVersion,
     *,
-    device: str,
-    attention: str,
-    head_dtype: str = "auto",
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: how later
-    versions are transferred from the trainer's memory. With None, later versions are transferred as files. sleeps:
-    whether the engine can free its device memory; a CPU build of vLLM cannot."""
-
-    def build(directory: Path, read_base: ReadBase) -> VllmEngine:
-        return _engine(directory, settings, version, read_base, "auto", head_dtype, direct, sleeps)
-
-    return _of_model(path, settings, device, attention, build)
+    """Build an engine that serves a model, which may be an adapter, as `version`. direct: how later versions are
+    transferred from the trainer's memory. With None, later versions are transferred as files. sleeps: whether the
+    engine can free its device memory; a CPU build of vLLM cannot."""
+    with _whole_model(model, settings) as (directory, read_base):
+        return _engine(directory, settings, version, read_base, "auto", model.head_dtype, direct, sleeps)
 
 
-def vllm_workers_of_model(
-    path: str, settings: EngineSettings, *, device: str, attention: str, head_dtype: str, direct: DirectTransfer
-) -> VllmWorkers:
+def vllm_workers_of_model(model: ModelSettings, settings: EngineSettings, direct: DirectTransfer) -> VllmWorkers:
     """Start the workers of an engine that spans several machines, on a machine other than the first. The parameters are
     those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`. Waits until
     the other machines have started. Raises the errors of `vllm_of_model`."""
-
-    def build(directory: Path, read_base: ReadBase) -> VllmWorkers:
-        return VllmWorkers(_all_arguments(directory, settings, "auto", head_dtype, direct, sleeps=False))
-
-    return _of_model(path, settings, device, attention, build)
+    with _whole_model(model, settings) as (directory, _):
+        return VllmWorkers(_arguments(directory, settings, "auto", model.head_dtype, direct, sleeps=False))
 
 
-def _of_model(
-    path: str, settings: EngineSettings, device: str, attention: str, build: Callable[[Path, ReadBase], Built]
-) -> Built:
-    """Call `build` with a directory of a whole model, and return the result. An adapter is merged into its base."""
-    _check_vllm(settings, device)
-    files = ModelFiles(path, settings, attention)
+@contextmanager
+def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tuple[Path, ReadBase]]:
+    """Yield a directory of the whole model, and the function that reads its base. An adapter is merged into its
+    base."""
+    _check_vllm(settings, source.device)
+    files, path = ModelFiles(source, settings), source.path
     if files.base_path != path and settings.vllm.lora_rank:
         raise UserError(
             f"engine.vllm.lora_rank: got {settings.vllm.lora_rank}, but {path} is an adapter, which is merged at the "
             "start; use lora_rank = 0, or a model that is no adapter"
         )
     if files.base_path == path:
-        return build(files.base_directory(), files.read_base)
+        yield files.base_directory(), files.read_base
+        return
     with TemporaryDirectory(prefix="baton-model-") as scratch:
         model = files.load()
         save_skeleton(model, load_tokenizer(path), Path(scratch))
         model.save_pretrained(scratch)
-        return build(Path(scratch), files.read_base)
+        yield Path(scratch), files.read_base
 
 
 def vllm_from_skeleton(
@@ -294,7 +273,6 @@ def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens:
     layers, experts per token], also for layers without a router. Raises EngineFault for any other shape."""
     routers = routers_of(model)
     layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
-    shape = None if experts is None else experts.shape
     if (
         experts is None
         or len(layers) != len(routers)
@@ -303,6 +281,7 @@ def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens:
         or experts.shape[1] <= max(layers, default=0)
         or experts[:1, layers].nbytes != num_bytes(routers)
     ):
+        shape = None if experts is None else experts.shape
         raise EngineFault(
             f"vLLM returned experts of shape {shape} for {num_tokens} tokens of a model with {len(routers)} routers "
             f"and {num_bytes(routers)} bytes of routing per token"
@@ -328,24 +307,24 @@ def _engine(
         )
     vllm = settings.vllm
     client = VllmClient(
-        _all_arguments(directory, settings, load_format, head_dtype, direct, sleeps=sleeps),
+        _arguments(directory, settings, load_format, head_dtype, direct, sleeps=sleeps),
         answer_timeout_s=vllm.answer_timeout_s,
         stream_interval=vllm.stream_interval,
         reports_routing=settings.report_routing,
     )
     engine = VllmEngine(client, skeleton, read_base, settings, version)
     try:
-        if load_format == "dummy" and settings.vllm.lora_rank and read_base is not None:
+        if load_format == "dummy" and vllm.lora_rank and read_base is not None:
             engine.load_base()
         if direct is not None and not direct.is_remote:
-            engine.use_direct(direct, settings.vllm.answer_timeout_s)
+            engine.use_direct(direct)
     except BaseException:
         engine.close()
         raise
     return engine
 
 
-def _all_arguments(
+def _arguments(
     directory: Path,
     settings: EngineSettings,
     load_format: str,
@@ -355,20 +334,10 @@ def _all_arguments(
     sleeps: bool,
 ) -> dict[str, Any]:
     """Return all arguments of vLLM's `AsyncEngineArgs` by name, including the user's arguments."""
-    return {
-        **_arguments(settings, head_dtype),
-        **arguments_of(direct),
-        "model": str(directory),
-        "load_format": load_format,
-        **_memory_arguments(directory, settings, sleeps=sleeps),
-        **(own := settings.vllm.arguments),
-        "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
-    }
-
-
-def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:
     own = settings.vllm
     return {
+        "model": str(directory),
+        "load_format": load_format,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the model's generation_config.json, because leases define the sampling
         # vLLM's "auto" would round a float32 checkpoint to bfloat16
@@ -391,6 +360,10 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         "disable_log_stats": True,
         # if `head_dtype` is not overridden, vLLM reads this key from the model's configuration
         "hf_overrides": {} if head_dtype == "auto" else {"head_dtype": head_dtype},
+        **arguments_of(direct),
+        **_memory_arguments(directory, settings, sleeps=sleeps),
+        **own.arguments,
+        "additional_config": {**own.arguments.get("additional_config", {}), "baton": EndWithParent()},
     }
 
 

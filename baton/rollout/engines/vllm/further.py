@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.errors import EngineFault, UserError, first_line
-from baton.rollout.engines.vllm.client import set_up_environment
+from baton.errors import EngineFault, first_line
+from baton.rollout.engines.vllm.client import refusal, set_up_environment
 from baton.rollout.engines.vllm.stopped import StopDetector
 
 
@@ -31,7 +31,7 @@ class VllmWorkers:
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise UserError(f"engine.kind: vLLM refuses this model or these settings: {first_line(error)}") from error
+            raise refusal(error) from error
         try:
             self._executor: Any = MultiprocExecutor(config)
         except Exception as error:  # vLLM raises Exception itself
@@ -42,5 +42,4 @@ class VllmWorkers:
         """Raise EngineFault if a worker has exited, or if a signal has stopped it."""
         if self._executor.is_failed:
             raise EngineFault("a worker of vLLM has exited; its output above shows the reason")
-        if (pid := self._detector.stopped()) is not None:
-            raise EngineFault(f"a signal has stopped process {pid} of vLLM (state T in /proc/{pid}/stat)")
+        self._detector.check()

@@ -21,6 +21,7 @@ import msgspec
 
 from baton.clock import time_left
 from baton.errors import BatonError, EngineFault, Fault, fault_of, first_line
+from baton.policy.settings import ModelSettings
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.vllm.direct import DirectLoad
 from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model, vllm_workers_of_model
@@ -120,15 +121,14 @@ class ReplicaServer:
 
     def build(self, start: Start) -> VllmEngine:
         """Start vLLM. Raises the errors of `vllm_of_model`."""
-        settings = start.engine_settings()
-        engine = vllm_of_model(start.model_path, settings, start.version, **_options(start))
+        engine = vllm_of_model(start.model(), start.engine_settings(), start.version, direct=_direct(start))
         engine.client.detect_stops()
         return engine
 
     def build_workers(self, start: Start) -> VllmWorkers:
         """Start the workers on a machine other than the replica's first. Raises the errors of
         `vllm_workers_of_model`."""
-        return vllm_workers_of_model(start.model_path, start.engine_settings(), **_options(start))
+        return vllm_workers_of_model(start.model(), start.engine_settings(), _direct(start))
 
     def _step(self, message: Step) -> Progress:
         engine, left_s = self._engine, time_left(_STEP_S)
@@ -143,14 +143,8 @@ class ReplicaServer:
         return Progress(tuple(reports), engine.stats)
 
 
-def _options(start: Start) -> dict[str, Any]:
-    direct = DirectTransfer("nccl" if start.device == "cuda" else "gloo", start.is_sparse, is_remote=True)
-    return {
-        "device": start.device,
-        "attention": start.attention,
-        "head_dtype": start.head_dtype,
-        "direct": direct,
-    }
+def _direct(start: Start) -> DirectTransfer:
+    return DirectTransfer("nccl" if start.device == "cuda" else "gloo", start.is_sparse, is_remote=True)
 
 
 class RemoteReplica(ABC):
@@ -232,11 +226,11 @@ class RemoteReplica(ABC):
 
 
 def whole_versions(
-    path: str, settings: EngineSettings, attention: str, *, on_host: bool
+    model: ModelSettings, settings: EngineSettings, *, on_host: bool
 ) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return the function that converts a version of the model at `path` to the tensors of a model file, and checks
-    their names and shapes (`DirectVersions.prepare`). on_host: whether the function moves tensors to host memory."""
-    files = ModelFiles(path, settings, attention)
+    """Return the function that converts a version of a model to the tensors of a model file, and checks their names and
+    shapes (`DirectVersions.prepare`). on_host: whether the function moves tensors to host memory."""
+    files = ModelFiles(model, settings)
     weights = WholeWeights(Skeleton(files.base_directory(), settings).model, files.read_base)
     weights.on_host = on_host
     return weights.whole

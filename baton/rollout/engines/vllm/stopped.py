@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from baton.clock import time_left
+from baton.errors import EngineFault
 
 _LOOKS = 10
 """Number of consecutive checks that must find a stopped process. A process that is stopped for a few seconds, or
@@ -26,14 +27,15 @@ class StopDetector:
         self._pids, self._interval_s = tuple(pids), interval_s
         self._found, self._left_s = 0, time_left(0.0)
 
-    def stopped(self) -> int | None:
-        """Check the states if `interval_s` has passed since the last check. Return the stopped process if the last
-        `_LOOKS` checks have found one."""
+    def check(self) -> None:
+        """Check the states if `interval_s` has passed since the last check. Raise EngineFault if the last `_LOOKS`
+        checks have found a stopped process."""
         if self._left_s() > 0:
-            return None
+            return
         self._left_s, pid = time_left(self._interval_s), _stopped_among(self._pids)
         self._found = 0 if pid is None else self._found + 1
-        return pid if self._found >= _LOOKS else None
+        if self._found >= _LOOKS:
+            raise EngineFault(f"a signal has stopped process {pid} of vLLM (state T in /proc/{pid}/stat)")
 
 
 def _stopped_among(pids: Iterable[int]) -> int | None:
