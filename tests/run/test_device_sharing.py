@@ -134,8 +134,8 @@ class Parts:
         assert isinstance(loop.port, LocalTransport)
         assert isinstance(loop.port.engine, EmbeddedEngine)
         assert isinstance(loop.trainer, LocalTrainer)
-        assert loop.turns is not None
-        self.loop, self.turns, self.engine, self.trainer = loop, loop.turns, loop.port.engine, loop.trainer
+        assert loop.sharing is not None
+        self.loop, self.sharing, self.engine, self.trainer = loop, loop.sharing, loop.port.engine, loop.trainer
 
 
 @pytest.fixture
@@ -162,41 +162,41 @@ def test_an_engine_at_rest_holds_neither_weights_nor_slots(parts: Parts) -> None
     weights = 4 * sum(p.numel() for p in parts.trainer.model.parameters())
     assert held >= slots + weights
     assert held - slots - weights < 4096, "besides, there are only buffers of positions"
-    parts.turns.to_trainer()
+    parts.sharing.to_trainer()
     assert parts.engine.held_bytes < 4096
     assert before - live_bytes() == pytest.approx(slots + weights, abs=4096)
-    parts.turns.to_engine()
+    parts.sharing.to_engine()
     assert parts.engine.held_bytes == held
     assert live_bytes() == pytest.approx(before, abs=4096)
 
 
 def test_whoever_has_the_turn_keeps_it_and_leaving_twice_is_leaving_once(parts: Parts) -> None:
-    parts.turns.to_engine()
+    parts.sharing.to_engine()
     held = parts.engine.held_bytes
     for _ in range(2):
-        parts.turns.to_trainer()
+        parts.sharing.to_trainer()
     for _ in range(2):
-        parts.turns.to_engine()
+        parts.sharing.to_engine()
     assert parts.engine.held_bytes == held
 
 
 def test_an_engine_that_has_rested_serves_nothing_before_it_has_weights(parts: Parts, small: Any) -> None:
     from baton.types import Lease, SamplingParams, Trajectory
 
-    parts.turns.to_trainer()
+    parts.sharing.to_trainer()
     with pytest.raises(AssertionError, match="sleeping engine"):
         parts.engine.load_weights(dict(parts.trainer.publish().tensors), parts.engine.version)
-    parts.turns.to_engine()
+    parts.sharing.to_engine()
     parts.engine.submit(Lease(1, Trajectory(0, 0, (5, 6)), SamplingParams(4), 0, 0))
     with pytest.raises(AssertionError, match="needs weights"):
         parts.engine.step()
     with pytest.raises(AssertionError, match="with 1 leases"):
-        parts.turns.to_trainer()
+        parts.sharing.to_trainer()
 
 
 def test_an_adapter_cannot_come_for_weights_that_were_given_back(parts: Parts) -> None:
-    parts.turns.to_trainer()
-    parts.turns.to_engine()
+    parts.sharing.to_trainer()
+    parts.sharing.to_engine()
     pair = {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)}
     pair["model.layers.0.self_attn.q_proj.lora_B.weight"] = torch.zeros(32, 2)
     with pytest.raises(EngineFault, match="needs a whole version"):
