@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from baton.policy.memory import sent
 from baton.policy.sampling_masks import encoded
 from baton.types import SamplingParams
 
-Bits = TypeVar("Bits", int, NDArray[np.uint64])
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
@@ -45,7 +43,7 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a uniform random number in [0, 1), with 53 random bits, for each row. keys: [W] results of `noise_key`.
     positions: [W] number of tokens after the prompt."""
-    bits = mix(keys ^ mix(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
+    bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -208,8 +206,14 @@ def _likeliest(mass_FV: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return sorted_FV[:, :most], order_FV[:, :most]
 
 
-def mix(value: Bits) -> Bits:
+def mix(value: int) -> int:
     """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
+
+
+def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
