@@ -210,7 +210,6 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=checkpoint_step)
 
 
-
 def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest complete checkpoint whose files match its manifest, or None if there is no checkpoint. `say`
     receives a warning for each damaged checkpoint. Raises Damaged when all checkpoints are damaged."""
