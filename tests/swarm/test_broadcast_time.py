@@ -27,7 +27,7 @@ class Tracker(ThroughputTracker):
 
 def test_workers_are_looked_at_once_per_tick() -> None:
     pace = Tracker(announced={3: 0.0})
-    broker: Any = Stub(pace=pace, heartbeat=lambda *_: [], tick=lambda _: [], clock=lambda: 1.0)
+    broker: Any = Stub(pace=pace, heartbeat=lambda *_: [], handle=lambda _: [], clock=lambda: 1.0)
     access: Any = Stub(recheck=lambda *_: None)
     members = Membership(access, Stub(), broker, Stub(tick=lambda _: None), print)  # type: ignore[arg-type]
     members.versions[3] = VERSION
