@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +100,7 @@ class Fetcher:
         written into this file, so that the system need not allocate new pages."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
+        """Statistics of the last fetch."""
 
     @property
     def held(self) -> PolicyVersion | None:
@@ -122,15 +122,11 @@ class Fetcher:
         """Fetch and verify a version, hold it, and return its tensors. The caller must not change these tensors. Raises
         WeightsFault when no source sends a complete and correct version, and DeadlineExceeded after `deadline_s`. After
         an error the held version is the same as before."""
-        begin = time.monotonic()
         with self._lock:
             self.last = record = FetchStats(want)
-            try:
-                check_version(want)
-                if self.held != want and not self._mapped(want, record):
-                    self._built(want, record, deadline_s)
-            finally:
-                record.seconds = time.monotonic() - begin
+            check_version(want)
+            if self.held != want and not self._mapped(want, record):
+                self._built(want, record, deadline_s)
             return self.tensors
 
     def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:

@@ -52,8 +52,6 @@ class PublishedVersion:
     density: float | None
     """Fraction of the elements that differ from the base; None without a base."""
     seconds: float
-    is_new: bool = True
-    """False if the same version had been published before this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +126,8 @@ class Publisher:
         self._base = _Base(version, entries, flat_buffer, since)
         if later is not None and has_rest:
             later(partial(self._store_rest, made))
-        way = manifest.delta or manifest.whole
-        return PublishedVersion(
-            manifest,
-            bytes=0 if way is None else way.size,
-            density=density,
-            seconds=time.perf_counter() - begin,
-            is_new=there is None,
-        )
+        way = manifest.delta or manifest.ways[0]
+        return PublishedVersion(manifest, way.size, density, time.perf_counter() - begin)
 
     def _store_rest(self, made: Iterator[tuple[Manifest, float | None]]) -> None:
         for manifest, _ in made:

@@ -84,11 +84,11 @@ def test_a_bad_chunk_names_its_source_and_the_old_version_is_held(run, fault):
     }[fault]
     bad = Twisted(run.store, "relay 7", chunk=twist)
     fetcher = holding(run, [bad])
-    said = r"version 2 .* is not available: no source sent chunk \w+ \(relay 7\): relay 7"
+    what = "did not send" if fault == "omitted" else "refused"
+    said = rf"version 2 .* is not available: no source sent chunk \w+ \(relay 7\): relay 7: {what} chunk"
     with pytest.raises(WeightsFault, match=said):
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher)
-    assert fetcher.last.bad_sources == (set() if fault == "omitted" else {"relay 7"})
     # with a good source beside it, the fetch goes through, and the bad one is asked no more than once
     bad.asked = 0
     fetcher = holding(run, [bad, run.store])
@@ -132,7 +132,6 @@ def test_chunks_that_make_other_tensors_are_the_manifests_fault(run):
     with pytest.raises(WeightsFault, match=r"relay 7: its manifests do not lead to version 2 .* another digest"):
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher, 1)
-    assert fetcher.last.bad_sources == {"relay 7"}
     for _ in range(16):  # sources are asked in random order
         fetcher = Fetcher([liar, run.store])
         fetcher.hold(run.version(1), run.tensors[1])

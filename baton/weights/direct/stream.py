@@ -254,11 +254,6 @@ class IncomingVersion:
         self._expected: dict[str, int] = {}
         """Tensors of the current bucket that the loader has not received yet: the checksum of each tensor, by name."""
 
-    @property
-    def is_receiving(self) -> bool:
-        """Whether a transfer has begun but not ended."""
-        return self._next is not None
-
     def begin(self) -> None:
         """Start a transfer. An unfinished transfer is discarded."""
         self._base, self._holds = self._holds, None

@@ -27,6 +27,7 @@ class Model:
     def __init__(self) -> None:
         self.incoming, self.group = IncomingVersion(), None
         self.tensors: dict[str, torch.Tensor] = {}
+        self.is_whole = True
         self.hit: tuple[str, int] | None = None
         """Method at which this process sends itself a signal, and the signal."""
 
@@ -47,7 +48,7 @@ class Model:
 
     def start_weight_update(self, info: None) -> None:
         self.incoming.begin()
-        self.received = 0
+        self.received, self.is_whole = 0, False
 
     def update_weights(self, info: dict[str, Any]) -> None:
         try:
@@ -77,13 +78,14 @@ class Model:
 
     def finish_weight_update(self, info: None) -> None:
         self.incoming.finish()
+        self.is_whole = True
 
     def bytes_of_last(self, info: None) -> int:
         return self.received
 
     def served(self, info: None) -> dict[str, list[float]] | None:
         """The tensors, if they are whole."""
-        return None if self.incoming.is_receiving else {name: t.tolist() for name, t in self.tensors.items()}
+        return {name: t.tolist() for name, t in self.tensors.items()} if self.is_whole else None
 
 
 def await_cause(sender: Any, replica: str, pattern: str, timeout_s: float = 60.0) -> None:
