@@ -246,17 +246,6 @@ def test_workers_of_this_machine_map_one_file(tmp_path):
     assert "their digest is" in fetcher.last.faults[0]
 
 
-def test_a_version_that_is_held_already_needs_no_fetch_and_is_a_base(tmp_path):
-    run = Run(tmp_path, keyframe_every=100)
-    run.chain(range(2), density=0.01)
-    fetcher = Fetcher([run.store])
-    with pytest.raises(WeightsFault, match="the tensors are not those of version 0"):
-        fetcher.hold(run.version(0), run.tensors[1])
-    fetcher.hold(run.version(0), run.tensors[0])
-    assert are_bit_equal(fetcher.fetch(run.version(1), deadline_s=60), run.tensors[1])
-    assert fetcher.last.num_steps == 1
-
-
 def test_any_filesystem_will_do():
     run = Run("memory://bucket/of/a/run")
     run.chain(range(6))

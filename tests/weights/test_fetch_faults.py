@@ -61,10 +61,11 @@ def run(tmp_path):
     return run
 
 
-def holding(run: Run, sources, number: int = 0, **more) -> Fetcher:
-    """A fetcher that holds a version, whose sources then turn out to be those given."""
-    fetcher = Fetcher(sources, **more)
-    fetcher.hold(run.version(number), run.tensors[number])
+def holding(run: Run, sources, number: int = 0) -> Fetcher:
+    """A fetcher that holds a version, and has other sources for the next one."""
+    fetcher = Fetcher([run.store])
+    fetcher.fetch(run.version(number), deadline_s=60)
+    fetcher.sources = sources
     return fetcher
 
 
@@ -133,8 +134,7 @@ def test_chunks_that_make_other_tensors_are_the_manifests_fault(run):
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher, 1)
     for _ in range(16):  # sources are asked in random order
-        fetcher = Fetcher([liar, run.store])
-        fetcher.hold(run.version(1), run.tensors[1])
+        fetcher = holding(run, [liar, run.store], 1)
         assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
 
 
@@ -153,10 +153,10 @@ def test_a_delta_from_another_base_is_refused_and_out_of_order_is_put_in_order(r
     assert are_bit_equal(fetcher.fetch(run.version(1), deadline_s=60), run.tensors[1])
 
 
-def test_who_holds_another_version_of_the_same_number_begins_whole(run):
-    other = changed(run.tensors[1], 0.5, 77)
-    fetcher = Fetcher([run.store])
-    fetcher.hold(version_of(other, 1), other)
+def test_who_holds_another_version_of_the_same_number_begins_whole(run, tmp_path):
+    other = Run(tmp_path / "other")
+    other.publish(1, changed(run.tensors[1], 0.5, 77))
+    fetcher = holding(other, [run.store], 1)
     assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
     assert fetcher.last.num_steps == 3  # 0 whole, then 1 and 2
 
