@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from baton.errors import BatonError, DeadlineExceeded, EngineFault
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, WeightsFault
+from baton.types import PolicyVersion
 from baton.weights.direct.gloo import join_replica
 from baton.weights.direct.stream import NUM_CHANGED, IncomingVersion
 
@@ -90,10 +91,13 @@ class Model:
 
 def await_cause(sender: Any, replica: str, pattern: str, timeout_s: float = 60.0) -> None:
     """Wait until an attempt of a replica has failed for this cause."""
-    until_s = time.monotonic() + timeout_s
-    while not re.search(pattern, sender.cause(replica)):
-        assert time.monotonic() < until_s, f"{replica} did not fail: {sender.cause(replica)!r}"
-        time.sleep(0.02)
+    until_s, cause = time.monotonic() + timeout_s, ""
+    while not re.search(pattern, cause):
+        assert time.monotonic() < until_s, f"{replica} did not fail: {cause!r}"
+        try:
+            sender.wait(replica, PolicyVersion("not offered", 0), timeout_s)
+        except WeightsFault as error:
+            cause = str(error)  # ends with the cause of the last failure
 
 
 def serve(pipe: Any) -> None:
