@@ -209,6 +209,16 @@ def test_a_full_disk_of_a_cache_keeps_the_chunks_that_it_has(tmp_path, monkeypat
     assert cache.get("b" * 64) == b"second"
 
 
+def test_a_cache_that_starts_again_removes_the_oldest_chunk_first(tmp_path):
+    cache, letters = ChunkCache(tmp_path, 100), "cafebd"
+    for age, letter in enumerate(letters):
+        cache.put(letter * 64, bytes(10))
+        os.utime(tmp_path / "chunks" / (letter * 64), (age, age))
+    for num_left in range(len(letters), 0, -1):
+        cache = ChunkCache(tmp_path, 10 * num_left)
+        assert [letter for letter in letters if cache.get(letter * 64)] == list(letters[-num_left:])
+
+
 def test_a_cache_that_is_filled_by_several_threads_never_outgrows_its_limit(tmp_path, monkeypatch):
     cache, remove, both = ChunkCache(tmp_path, 10), LocalStorage.remove, threading.Barrier(2)
     cache.put("a" * 64, bytes(10))
