@@ -187,7 +187,7 @@ class LosesHead(RayCluster):
     here = ROWS[0]["NodeID"]
     own_address = "10.0.0.1"
 
-    def __init__(self, address: str, call: str) -> None:
+    def __init__(self, call: str) -> None:
         nodes = [row("here", CPU=4), row("there", CPU=4)]
         task = SimpleNamespace(remote=lambda *_: "future")
         working = {
@@ -196,7 +196,7 @@ class LosesHead(RayCluster):
             "wait": lambda futures, **_: (futures, []),
             "shutdown": lambda: None,
         }
-        self.address, self.ray, self._call = address, SimpleNamespace(**working), call
+        self.ray, self._call = SimpleNamespace(**working), call
 
     def reserve(self, bundles: object, name: str) -> Any:
         setattr(self.ray, self._call, no_head)
@@ -215,7 +215,7 @@ def test_a_command_that_has_lost_a_rank_and_the_head_ends_with_one_sentence(
     def load(overrides: Sequence[str]) -> Recipe:
         return load_recipe(Recipe, RECIPE, [f"run.directory={tmp_path}", *overrides])
 
-    monkeypatch.setattr(ray_run, "RayCluster", lambda address: LosesHead(address, call))
+    monkeypatch.setattr(ray_run, "RayCluster", lambda address: LosesHead(call))
     with pytest.raises(RankLost, match=NO_HEAD):
         train_on_ray(RayRun(load, tmp_path / "plan.json", "auto"), observer, StopRequest())
     assert lines[-2:] == ["trainer rank 0 was lost", "restart 1 of 3 from the last checkpoint"]
@@ -298,6 +298,19 @@ def check_until_fault(supervisor: RayWorkerSupervisor) -> None:
     while time.monotonic() < until_s:
         supervisor.check_health()
         time.sleep(0.01)
+
+
+def test_a_machine_that_was_lost_before_the_supervisor_began_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster({"watch": lambda: Never, "pid": lambda: Never, "leave": lambda: None})
+    monkeypatch.setattr(cluster, "rows", lambda: ROWS[:1])
+    supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
+    supervisor.begin(ACCESS)
+    try:
+        with pytest.raises(RankLost, match="machine there, which runs a trainer rank, has left the cluster"):
+            check_until_fault(supervisor)
+    finally:
+        supervisor.close()
+    assert cluster.reserved == []
 
 
 @pytest.mark.parametrize("call", ["watch", "wait", "rows"])
