@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from baton.cluster.ray.ranks import RayRanks
 from baton.cluster.ray.replicas import RayReplicas
 from baton.cluster.ray.rewards import RayRewards
 from baton.cluster.ray.run import RayRun, train_on_ray
-from baton.cluster.ray.supervisor import RayWorkerSupervisor
+from baton.cluster.ray.supervisor import EXIT_S, RayWorkerSupervisor
 from baton.errors import EngineFault, RankLost
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -313,13 +313,18 @@ def test_a_machine_that_was_lost_before_the_supervisor_began_is_noticed(monkeypa
     assert cluster.reserved == []
 
 
-@pytest.mark.parametrize("call", ["watch", "wait", "rows"])
+@pytest.mark.parametrize("call", ["watch", "wait", "rows", "get of pid", "get of watch"])
 def test_a_supervisor_without_a_head_reports_one_sentence(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"watch": lambda: Never, "pid": lambda: Never, "leave": lambda: None}
     cluster = FakeCluster(answers | ({call: no_head} if call == "watch" else {}))
     supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
     if call == "wait":
         monkeypatch.setattr(cluster, "wait", no_head)
+    elif call.startswith("get"):
+        answers[call.removeprefix("get of ")] = lambda: 1
+        cluster = FakeCluster(answers)
+        supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
+        monkeypatch.setattr(cluster, "get", no_head)
     elif call == "rows":
         monkeypatch.setattr(
             cluster, "rows", partial(RayCluster.rows, SimpleNamespace(ray=SimpleNamespace(nodes=no_head)))
@@ -331,6 +336,31 @@ def test_a_supervisor_without_a_head_reports_one_sentence(call: str, monkeypatch
     finally:
         supervisor.close()
     assert cluster.reserved == []
+
+
+@pytest.mark.parametrize("call", ["wait", "get"])
+def test_workers_that_do_not_free_a_gpu_of_a_lost_cluster_are_one_sentence(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is lost while the controller asks whether a worker has ended, or whether its processes have."""
+    started = Event()
+    answers = {"watch": lambda: Never, "pid": lambda: 1, "leave": lambda: None, "use_device": lambda *_: Never}
+    cluster = FakeCluster(answers, started.set)
+    supervisor = supervisor_of(cluster, {}, (0,))
+    supervisor.ranks = None, ({"CUDA_VISIBLE_DEVICES": "0"},)
+    wait, ended = cluster.wait, SimpleFuture(ConnectionError("no head\nmore lines"))
+    monkeypatch.setattr(cluster, "run_on", lambda *_: ended, raising=False)
+    if call == "wait":
+        monkeypatch.setattr(
+            cluster, "wait", lambda futures, timeout, **_: no_head() if timeout == EXIT_S else wait(futures)
+        )
+    supervisor.begin(ACCESS)
+    try:
+        assert started.wait(60)
+        with pytest.raises(RankLost, match=NO_HEAD):
+            supervisor.sleep()
+    finally:
+        supervisor.close()
 
 
 def test_a_worker_that_starts_while_the_trainer_takes_the_gpu_is_asked_to_free_it() -> None:

@@ -137,16 +137,16 @@ class RayWorkerSupervisor:
         self._take_turn("sleep")
         with self._lock:
             ending, self._ending = self._ending, {}
-        ray = self._cluster.ray
-        for future, running in ending.items():
-            try:
-                is_free = bool(ray.get(future, timeout=GRACE_S + GET_S))
-            except ray.exceptions.RayError as error:
-                if running.node not in self._cluster.alive():
-                    continue  # the next request to the ranks of this machine reports the loss
-                raise self._not_free(running) from error
-            if not is_free:
-                raise self._not_free(running)
+        with calling_ray():
+            for future, running in ending.items():
+                try:
+                    is_free = bool(self._cluster.ray.get(future, timeout=GRACE_S + GET_S))
+                except self._cluster.ray.exceptions.RayError as error:
+                    if running.node not in self._cluster.alive():
+                        continue  # the next request to the ranks of this machine reports the loss
+                    raise self._not_free(running) from error
+                if not is_free:
+                    raise self._not_free(running)
 
     def wake_up(self) -> None:
         """Let the workers allocate their memory again, and start the workers whose start was postponed since
@@ -181,8 +181,9 @@ class RayWorkerSupervisor:
                 with calling_ray(), suppress(ray.exceptions.RayError):
                     held.append(int(ray.get(future, timeout=GET_S)))
                     continue
-            if ray.wait([running.watch], timeout=EXIT_S)[0]:
-                cause = self._exit_cause(running.watch)
+            with calling_ray():
+                if ray.wait([running.watch], timeout=EXIT_S)[0]:
+                    cause = self._exit_cause(running.watch)
             with self._lock:
                 if self._running.get(name) is running:  # else the supervisor's thread has detected its end
                     self._on_worker_exit(name, cause)
@@ -318,17 +319,16 @@ class RayWorkerSupervisor:
     def _on_started(self, name: str, running: _RunningActor) -> None:
         ray = self._cluster.ray
         future, running.pid = running.pid, None
-        with suppress(ray.exceptions.RayError):  # the future `watch` has the reason
+        with calling_ray(), suppress(ray.exceptions.RayError):  # the future `watch` has the reason
             running.process = ray.get(future, timeout=GET_S)
             self._handle(sv.ProcessStarted(time.monotonic(), name))
 
+    @calling_ray()
     def _exit_cause(self, future: Any) -> str:
-        ray = self._cluster.ray
         try:
-            cause: str = ray.get(future, timeout=GET_S)
-        except ray.exceptions.RayError as error:
+            return str(self._cluster.ray.get(future, timeout=GET_S))
+        except self._cluster.ray.exceptions.RayError as error:
             return f"ended with its actor: {first_line(error)[:200]}"
-        return cause
 
     def _on_worker_exit(self, name: str, cause: str) -> None:
         """Report the worker's end to the hub, so that its leases end at once and not after the heartbeat timeout."""
