@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -135,15 +136,13 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     is_here = [by_name[ids[0].rpartition(":")[0]].id == here for _, ids in stages[0]]
     first = is_here.index(True) if True in is_here else 0
     specs = [spec for ranks in stages for spec in (*ranks[first:], *ranks[:first])]
-    ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
+    ranks = tuple(_process_spec("rank", rank, gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
     owners = {gpu: rank for rank, (_, ids) in enumerate(specs) for gpu in ids} if plan.is_colocated else {}
     workers = _workers(plan, by_name, first_worker, owners)
-    scoring = [] if plan.reward is None else _by_process(plan.reward)
-    rewards = (
-        _process_spec(f"reward-{index}", "reward", gpu, ids, by_name) for index, (gpu, ids) in enumerate(scoring)
-    )
+    scoring = enumerate([] if plan.reward is None else _by_process(plan.reward))
+    rewards = tuple(_process_spec("reward", index, gpu, ids, by_name) for index, (gpu, ids) in scoring)
     overrides = _overrides(plan, ranks, [*speeds[first:], *speeds[:first]])
-    return Placement(ranks, workers, names, tuple(rewards), overrides)
+    return Placement(ranks, workers, names, rewards, overrides)
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
@@ -263,7 +262,7 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
 
 def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
     """Return the GPU type and the GPUs of each process of a stage. The processes of one machine are consecutive."""
-    parts = _by_machine(stage.gpu_ids)
+    parts = _by_machine(stage.gpu_ids).values()
     if stage.gpu == CPU:
         return [(CPU, own) for own in parts]
     return [(stage.gpu, [gpu_id]) for own in parts for gpu_id in own]
@@ -278,11 +277,12 @@ def _workers(
     mean = sum(rates) / max(1, len(rates)) or 1.0
     specs = []
     for index, (replica, num, rate) in enumerate(zip(plan.replicas, slots, rates, strict=True)):
-        name = f"worker-{first + index}"
         parts = _by_machine(replica.gpu_ids)
         if len(parts) > 1:
             _check_parts(f"--plan: replica {index}", replica, parts, machines)
-        spec, *others = (_process_spec(name, "worker", replica.gpu, own, machines, owners) for own in parts)
+        spec, *others = (
+            _process_spec("worker", first + index, replica.gpu, own, machines, owners) for own in parts.values()
+        )
         further = tuple(ProcessPart(each.machine, each.gpu_ids, each.resources, each.threads) for each in others)
         spec = msgspec.structs.replace(spec, gpu_ids=replica.gpu_ids, further=further)
         ranks = tuple(owners.get(gpu, -1) for gpu in replica.gpu_ids)
@@ -292,24 +292,24 @@ def _workers(
     return tuple(specs)
 
 
-def _by_machine(gpu_ids: Sequence[str]) -> list[list[str]]:
+def _by_machine(gpu_ids: Sequence[str]) -> dict[str, list[str]]:
     """Group GPU ids by machine, with the machines in the order in which they first appear."""
     found: dict[str, list[str]] = {}
     for gpu_id in gpu_ids:
         found.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
-    return list(found.values())
+    return found
 
 
-def _check_parts(who: str, replica: Replica, parts: Sequence[Sequence[str]], machines: Mapping[str, Machine]) -> None:
+def _check_parts(who: str, replica: Replica, parts: Mapping[str, list[str]], machines: Mapping[str, Machine]) -> None:
     """Raise UserError if vLLM cannot run a replica with these GPUs on several machines. vLLM starts equally many
     processes on each machine, and the processes of a machine have consecutive ranks. If a replica is on several
     machines, vLLM's CPU build can run only one process on each of them."""
-    units = [machines[own[0].rpartition(":")[0]].units for own in parts]
-    if len({len(own) for own in parts}) > 1 or [gpu for own in parts for gpu in own] != list(replica.gpu_ids):
+    units = [machines[name].units for name in parts]
+    if len({len(own) for own in parts.values()}) > 1 or [*chain(*parts.values())] != list(replica.gpu_ids):
         why = "the same number of consecutive GPUs on each machine"
     elif replica.tp * replica.pp != len(replica.gpu_ids):
         why = f"tp × pp GPUs, which is {replica.tp * replica.pp}"
-    elif replica.gpu == CPU and len(parts[0]) > 1:
+    elif replica.gpu == CPU and len(replica.gpu_ids) > len(parts):
         why = "one core on each machine"
     elif any(CPU not in own and "GPU" not in own for own in units):
         why = "machines with Ray's resource GPU, so that each process sees only its own GPUs"
@@ -322,14 +322,14 @@ def _check_parts(who: str, replica: Replica, parts: Sequence[Sequence[str]], mac
 
 
 def _process_spec(
-    name: str,
     role: Role,
+    number: int,
     gpu: str,
     gpu_ids: Sequence[str],
     machines: Mapping[str, Machine],
     shared: Collection[str] = (),
 ) -> ProcessSpec:
-    """shared: GPUs that another process requests from Ray."""
+    """number: unique among the processes of this role. shared: GPUs that another process requests from Ray."""
     where = gpu_ids[0].rpartition(":")[0]
     machine, num = machines[where], sum(gpu not in shared for gpu in gpu_ids)
     resources = {unit: float(num) for unit in machine.units if num}
@@ -338,7 +338,7 @@ def _process_spec(
     if CPU not in resources and cores > 0:
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
     threads = 1 if "GPU" in machine.units else max(1, int(machine.cpus * len(gpu_ids) / machine.num_gpus))
-    return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
+    return ProcessSpec(f"{role}-{number}", role, where, gpu, tuple(gpu_ids), resources, threads)
 
 
 def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transport: str = "store") -> None:
@@ -434,12 +434,8 @@ def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
     """Return the plan without the replicas and the reward models on these machines. The shares of the other replicas
     are scaled so that their sum is 1. Returns None if the trainer uses one of these machines, or if no replica or no
     reward model is left."""
-
-    def is_left(replica: Replica) -> bool:
-        return not machines & {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
-
-    left = [replica for replica in plan.replicas if is_left(replica)]
-    if not left or machines & {gpu_id.rpartition(":")[0] for gpu_id in plan.training.gpu_ids}:
+    left = [replica for replica in plan.replicas if not machines & _by_machine(replica.gpu_ids).keys()]
+    if not left or machines & _by_machine(plan.training.gpu_ids).keys():
         return None
     total = sum(replica.share for replica in left) or 1.0
     replicas = tuple(msgspec.structs.replace(replica, share=replica.share / total) for replica in left)

@@ -16,6 +16,8 @@ TOLERANCE = 0.15
 NUMBERS = "num_layers", "hidden", "vocab"
 """Fields of `ModelSpec` that are compared: if one differs, recipe and plan have different models. Of these fields, a
 `RewardStage` has only `num_layers`."""
+Difference = tuple[str, object, object, bool]
+"""Key, the recipe's value, the plan's value, and whether the plan must be refused if the values differ."""
 
 
 def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
@@ -33,15 +35,14 @@ def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
     return (f"{file} is used, although values differ or are unknown: {'; '.join(notes)}",) if notes else ()
 
 
-def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple[str, object, object, bool]]:
-    """Return the keys whose values in recipe and plan differ or are unknown. Each tuple contains the key, the recipe's
-    value, the plan's value, and whether the plan must be refused because of the difference."""
+def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[Difference]:
+    """Return the keys whose values in recipe and plan differ or are unknown."""
     work, cut, context = recipe_workload(recipe), recipe.rollout.max_new_tokens, recipe.engine.max_context_tokens
     far = _is_far(work.num_trajectories, planned.groups * planned.group_size)
     own, of_plan = f"{work.groups} × {work.group_size}", f"{planned.groups} × {planned.group_size}"
     longest = planned.max_output_tokens or round(planned.longest_output_tokens)
     is_longer = _is_far(cut, longest) if planned.max_output_tokens else longest > cut
-    pairs: list[tuple[str, object, object, bool]] = [
+    pairs: list[Difference] = [
         ("rollout.batch_groups × group_size", own, of_plan, far),
         ("rollout.max_new_tokens", cut, longest, is_longer),
         ("max_staleness", work.max_staleness, plan.max_staleness, 0 in (work.max_staleness, plan.max_staleness)),
@@ -70,9 +71,7 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _model_difference(
-    key: str, name: str, of_plan: str, planned: PlannedWork | RewardStage
-) -> list[tuple[str, object, object, bool]]:
+def _model_difference(key: str, name: str, of_plan: str, planned: PlannedWork | RewardStage) -> list[Difference]:
     """Compare a model of the recipe with a model of the plan. A model given by its name on the Hugging Face hub can
     be compared only if its config.json is in the local cache; nothing is downloaded."""
     hub_name = split_revision(name)[0]
@@ -95,7 +94,7 @@ def _size(model: ModelSpec | PlannedWork | RewardStage) -> str:
     return f"{model.params / 1e6:,.1f} M parameters in {model.num_layers} layers"
 
 
-def _reward_differences(plan: Plan, recipe: Recipe) -> list[tuple[str, object, object, bool]]:
+def _reward_differences(plan: Plan, recipe: Recipe) -> list[Difference]:
     """Compare the plan's reward model with the recipe's. `check_reward_places` checks the number of reward models."""
     stage, own = plan.reward, next((each for each in recipe.reward if each.kind == "model"), None)
     if stage is None or own is None or not stage.params:

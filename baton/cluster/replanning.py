@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ from baton.specs.workload import LengthSettings, Workload
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
 """A plan that moves fewer GPUs is preferred if its step time exceeds the shortest by at most this fraction."""
+NO_SERVERS = "engine.sglang.urls has no servers for other replicas"
 
 
 class ReplanResult(msgspec.Struct, frozen=True):
@@ -64,28 +65,24 @@ class Replanner:
         """Names of the GPU types that the cluster file defines in addition to the catalogue."""
         return () if self._base is None else tuple(self._base.gpu)
 
-    def replan_workers(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
-        """Make a plan that keeps the trainer on its GPUs. names: machine id → name in the plan. If no such plan exists,
-        the result keeps the current workers; no error is raised."""
+    def replan_workers(self, machines: Sequence[Machine]) -> ReplanResult:
+        """Make a plan that keeps the trainer on its GPUs. machines: under their names in the plan. If no such plan
+        exists, the result keeps the current workers; no error is raised."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
         if self.plan.is_colocated:
-            return ReplanResult(
-                None, "in a colocated plan, engines move only when the trainer restarts: the current workers continue"
-            )
+            why = "in a colocated plan, engines move only when the trainer restarts"
+            return ReplanResult(None, f"{why}: the current workers continue")
         if self.servers:
-            return ReplanResult(
-                None, "engine.sglang.urls has no servers for other replicas: the current workers continue"
-            )
-        named = tuple(msgspec.structs.replace(machine, name=names[machine.id]) for machine in machines)
+            return ReplanResult(None, f"{NO_SERVERS}: the current workers continue")
         try:
-            options = self._options(named)
+            options = self._options(machines)
             trainer_gpus = set(self.plan.training.gpu_ids)
             kept = [option for option in options if set(option.plan.training.gpu_ids) == trainer_gpus]
             if not kept:
                 return ReplanResult(None, "no new plan keeps the trainer on its GPUs: the current workers continue")
             chosen = least_moves(kept, SLACK)
-            workers = place(chosen.plan, named, first_worker=self._next_worker).workers
+            workers = place(chosen.plan, machines, first_worker=self._next_worker).workers
         except BatonError as error:
             return ReplanResult(None, f"there is no new plan, so the current workers continue: {error}")
         self._next_worker += len(workers)
@@ -100,7 +97,7 @@ class Replanner:
     def replan_all(self, machines: Sequence[Machine]) -> str:
         """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is no plan."""
         if self.servers:
-            raise UserError("engine.sglang.urls has no servers for other replicas")
+            raise UserError(NO_SERVERS)
         chosen = least_moves(self._options(machines), SLACK)
         self._adopt(chosen.plan)
         self._next_worker = max(self._next_worker, len(chosen.plan.replicas))
@@ -128,7 +125,7 @@ class Replanner:
         known = msgspec.structs.replace(known, by_gpu={**known.by_gpu, **self._known})
         told = None if self.predictions is None else self.predictions.current
         efficiencies, lines = measured_rates(known, self.plan, told, recipe.run.path)
-        self._measured = {gpu: efficiencies.by_gpu[gpu] for gpu in types} if lines else self._known
+        self._measured = {gpu: efficiencies.of(gpu) for gpu in types} if lines else self._known
         inputs = Inputs(
             cluster=cluster,
             model=read_model(model_directory(recipe.model.path)),

@@ -41,7 +41,7 @@ class BitWriter:
     """Appends numbers and streams to a block."""
 
     def __init__(self) -> None:
-        self._parts: Pieces = []
+        self.block: Pieces = []
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _LEVEL, format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=0, write_checksum=0
         )
@@ -53,25 +53,22 @@ class BitWriter:
             coded.append(128 | (value & 127))
             value >>= 7
         coded.append(value)
-        self._parts.append(bytes(coded))
+        self.block.append(bytes(coded))
 
     def stream(self, data: Bytes) -> None:
         """Append bytes, which must not change later. Their number is not written, so the reader must know it."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
-            self._parts.append(raw.tobytes())
+            self.block.append(raw.tobytes())
             return
         squeezed = self._zstd.compress(raw.data)
         is_smaller = len(squeezed) < data.size
         self.number(len(squeezed) if is_smaller else 0)
-        self._parts.append(squeezed if is_smaller else raw.data)
+        self.block.append(squeezed if is_smaller else raw.data)
 
     def bits(self, bits: Bytes) -> None:
         """Append an array [n] of zeros and ones, packed eight to a byte."""
         self.stream(np.packbits(bits))
-
-    def block(self) -> Pieces:
-        return self._parts
 
 
 class BitReader:

@@ -1,5 +1,4 @@
-"""Fetches manifests and chunks from untrusted sources, verifies them, and records the bytes and faults of each
-source."""
+"""Fetches manifests and chunks from untrusted sources, verifies them, and records the received bytes and the faults."""
 
 from __future__ import annotations
 
@@ -25,20 +24,13 @@ class FetchStats:
     """Statistics of one fetch, successful or not."""
 
     want: PolicyVersion
-    bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """Name of a source → number of bytes of chunks and manifests that this source sent, including refused data."""
+    num_bytes: int = 0
+    """Number of received bytes of chunks and manifests, including refused data."""
     faults: list[str] = field(default_factory=list)
     """Descriptions of faults, each of which begins with the name of the source."""
-    bad_sources: set[str] = field(default_factory=set)
-    """Names of the sources that sent wrong data. A source that failed without sending data is not included."""
     num_steps: int = 0
     """Number of encodings that the fetch applies one after another; each encoding produces one version. 0 if the fetch
     needed no chunk."""
-    seconds: float = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.bytes_by_source.values())
 
 
 class ChunkFetcher:
@@ -88,7 +80,6 @@ class ChunkFetcher:
     def blame(self, source: WeightsSource, what: str) -> None:
         """Record that a source sent wrong data; from now on, this source is queried last."""
         self.record.faults.append(f"{source.name}: {what}")
-        self.record.bad_sources.add(source.name)
         self._avoided.add(source.name)
 
     def check_deadline(self, waited_for: str) -> None:
@@ -116,8 +107,7 @@ class ChunkFetcher:
             except (OSError, BatonError) as error:
                 self.record.faults.append(f"{source.name}: did not send {what}: {error}")
                 continue
-            counted = self.record.bytes_by_source
-            counted[source.name] = counted.get(source.name, 0) + len(data)
+            self.record.num_bytes += len(data)
             try:
                 return check(data), source
             except WeightsFault as error:

@@ -21,12 +21,9 @@ from numpy.typing import NDArray
 
 from baton.errors import WeightsFault
 from baton.weights.bitstream import BitReader, BitWriter, Bytes, Pieces, size_of
-from baton.weights.magnitude_buckets import MAX_BANDS, bucket_limits, magnitude_buckets, magnitudes
+from baton.weights.magnitude_buckets import MAX_BANDS, Words, bucket_limits, magnitude_buckets, magnitudes
 from baton.weights.manifest import Coding
 from baton.weights.rice import Ints, read_mask, write_mask, write_positions
-
-Words = NDArray[Any]
-"""[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 _SPARSE_BELOW: Final = {1: 2.0, 2: 2.0, 4: 0.6, 8: 0.6}
 """Number of bytes of a word → maximum fraction of changed elements for which `encode` tries "sparse". With the value
@@ -107,7 +104,7 @@ def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> Pieces:
     writer = BitWriter()
     positions = _write_changed(writer, before, np.flatnonzero(changed))
     _write_steps(writer, now[positions] - before[positions])
-    return [b"".join(writer.block())]
+    return [b"".join(writer.block)]
 
 
 def _write_changed(writer: BitWriter, before: Words, rest: Ints) -> Ints:
@@ -181,7 +178,7 @@ def _planes(words: Words, value: Callable[[slice], Words]) -> Pieces:
     writer = BitWriter()
     while planes:
         writer.stream(planes.pop())
-    return writer.block()
+    return writer.block
 
 
 def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words]]:
@@ -225,8 +222,8 @@ def _write_steps(writer: BitWriter, steps: Words) -> None:
 
 
 def _read_steps(reader: BitReader, count: int, word: int) -> Words:
-    """Read `count` differences. Damaged bytes may give every difference all bits of a word, so that one byte per
-    difference states its number of bits; lists of the differences that have bit 1, bit 2, … would take 8 bytes each."""
+    """Read `count` differences. One byte states the number of bits of each difference. Lists of the differences that
+    have bit 1, bit 2, … would take 8 bytes per entry, and damaged data can give every difference all bits of a word."""
     is_negative = reader.bits(count) == 1
     num_low = np.zeros(count, np.uint8)
     rest: NDArray[Any] = np.arange(count, dtype=np.int32)

@@ -15,12 +15,9 @@ for n + 1 parts, and for the changed elements of n + 1 tensors, where n is the n
 
 from __future__ import annotations
 
-import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -48,15 +45,14 @@ from baton.weights.version_writer import DamagedPart, VersionWriter
 MAX_STEPS = 4096
 """Maximum number of versions that one fetch decodes one after another, ending with the requested version."""
 MAX_PLAN_BYTES = 4 * MAX_MANIFEST_BYTES
-"""Bytes of manifests from which on a plan does not become longer. This bounds the memory for the manifests of hostile
-sources: a plan keeps manifests encoded, because decoded manifests take up to eight times as much."""
+"""A plan whose manifests have at least this number of bytes is not extended. This bounds the memory for the manifests
+of hostile sources. A plan keeps manifests encoded, because decoded manifests take up to eight times as much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
     """A version in the form of one flat buffer."""
 
-    version: PolicyVersion
     entries: tuple[TensorEntry, ...]
     file: FlatFile
 
@@ -95,16 +91,17 @@ class Fetcher:
         """Names of the sources that sent wrong data in any fetch. These sources are queried last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
-        """The held version as a flat buffer; None if this version is mapped from `shared` or was passed to `hold`."""
+        """The held version as a flat buffer; None if this version is mapped from `shared`."""
         self._free: FlatFile | None = None
         """The file of the version before the held one. If none of its tensors is still in use, the next version is
         written into this file, so that the system need not allocate new pages."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
+        """Statistics of the last fetch."""
 
     @property
     def held(self) -> PolicyVersion | None:
-        """The held version; None before the first `fetch` or `hold`."""
+        """The held version; None before the first `fetch`."""
         return None if self._held is None else self._held[0]
 
     @property
@@ -112,25 +109,15 @@ class Fetcher:
         """Name → tensor of the held version. The caller must not change the tensors."""
         return {} if self._held is None else self._held[1]
 
-    def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold a version whose tensors the caller passes. Raises WeightsFault if the tensors have another digest."""
-        with self._lock:
-            _check_digest(version, weights_digest(tensors))
-            self._held, self._staged, self._free = (version, tensors), None, None
-
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
         """Fetch and verify a version, hold it, and return its tensors. The caller must not change these tensors. Raises
         WeightsFault when no source sends a complete and correct version, and DeadlineExceeded after `deadline_s`. After
         an error the held version is the same as before."""
-        begin = time.monotonic()
         with self._lock:
             self.last = record = FetchStats(want)
-            try:
-                check_version(want)
-                if self.held != want and not self._mapped(want, record):
-                    self._built(want, record, deadline_s)
-            finally:
-                record.seconds = time.monotonic() - begin
+            check_version(want)
+            if self.held != want and not self._mapped(want, record):
+                self._built(want, record, deadline_s)
             return self.tensors
 
     def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:
@@ -150,16 +137,16 @@ class Fetcher:
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
         """Construct a version from chunks and hold it. If a manifest is wrong, try the manifests of other sources."""
-        gather = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
+        chunk_fetcher = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
         misleading: set[str] = set()
         while True:
-            plan = self._plan(want, gather, misleading)
+            plan = self._plan(want, chunk_fetcher, misleading)
             record.num_steps = len(plan)
             try:
-                staged = self._followed(plan, gather)
+                staged = self._followed(plan, chunk_fetcher)
             except _BadPlan as error:
                 for source in error.sources:
-                    gather.blame(source, f"its manifests do not lead to {name_of(want)}: {error}")
+                    chunk_fetcher.blame(source, f"its manifests do not lead to {name_of(want)}: {error}")
                     misleading.add(source.name)
                 # the loop ends: each round excludes a source, and `_plan` raises WeightsFault when no source is left
                 continue
@@ -167,7 +154,7 @@ class Fetcher:
             self._held, self._staged = (want, tensors_of(staged.entries, staged.file.lend())), staged
             return
 
-    def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
+    def _plan(self, want: PolicyVersion, chunk_fetcher: ChunkFetcher, misleading: set[str]) -> list[_Step]:
         """Return the plan with the fewest bytes to fetch: steps from the held version or a keyframe to the requested
         one."""
         held, at = self.held, want
@@ -176,7 +163,7 @@ class Fetcher:
         cost = best_cost = num_bytes = 0
         while len(walked) < MAX_STEPS and num_bytes < MAX_PLAN_BYTES:
             try:
-                manifest, data, source = gather.manifest(at, misleading)
+                manifest, data, source = chunk_fetcher.manifest(at, misleading)
             except WeightsFault:
                 if best is None:
                     raise
@@ -199,15 +186,16 @@ class Fetcher:
             raise WeightsFault(f"{name_of(want)} is not available: no keyframe among the last {len(walked)} versions")
         return best[::-1]
 
-    def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
+    def _followed(self, plan: list[_Step], chunk_fetcher: ChunkFetcher) -> _Staged:
         """Apply the steps of a plan to a copy of the held version, or to an empty buffer if the plan starts at a
         keyframe; return the result. Raises _BadPlan if the result is not the requested version."""
         last, last_way = plan[-1].decoded()
         sources = [step.source for step in plan]
-        free, self._free = self._free, None
-        is_usable = free is not None and free.bytes.size == last.num_bytes and not free.is_lent
-        copy = free if free is not None and is_usable else _temporary(last.num_bytes)
-        before, digests, is_written = None, dict[str, str](), is_usable
+        copy, self._free = self._free, None
+        is_written = copy is not None and copy.bytes.size == last.num_bytes and not copy.is_lent
+        if copy is None or not is_written:
+            copy = FlatFile.unnamed(last.tensors)
+        before, digests = copy.bytes, dict[str, str]()
         if not plan[0].is_whole:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
@@ -218,36 +206,32 @@ class Fetcher:
             if layout_of(manifest.tensors) != layout_of(last.tensors):
                 raise _BadPlan("the versions of the plan have different tensors", sources)
             is_mapped = is_written and copy.allows_mapped_writes
-            writer = VersionWriter(copy, copy.bytes if before is None else before, is_mapped, step is plan[-1])
+            writer = VersionWriter(copy, before, is_mapped, step is plan[-1])
             try:
-                digests = writer.write(way, last.tensors, _CodedBytes(way, gather).take)
+                digests = writer.write(way, last.tensors, _CodedBytes(way, chunk_fetcher).take)
             except DamagedPart as error:
                 raise _BadPlan(str(error), [step.source]) from error
-            before, is_written = None, True
+            before, is_written = copy.bytes, True
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
-        return _Staged(last.version, last.tensors, copy)
+        return _Staged(last.tensors, copy)
 
     def _base(self) -> _Staged:
         """Return the held version as a flat buffer."""
         if self._staged is None:
             assert self._held is not None, "a plan starts from a held version, but none is held"
             version, tensors = self._held
-            entries, file = flattened(tensors, lambda entries: _temporary(sum(entry.num_bytes for entry in entries)))
+            entries, file = flattened(tensors, FlatFile.unnamed)
             _check_digest(version, tensors_digest(entries))
-            self._staged = _Staged(version, entries, file)
+            self._staged = _Staged(entries, file)
         return self._staged
-
-
-def _temporary(num_bytes: int) -> FlatFile:
-    return FlatFile(Path(tempfile.gettempdir()), num_bytes)
 
 
 class _CodedBytes:
     """Reads the bytes of an encoding in order. While parts are decoded, up to two chunks are fetched in advance."""
 
-    def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
-        self._chunks = in_order(gather.chunk, way.chunks, lambda chunk: chunk.size, threads=2)
+    def __init__(self, way: Encoding, chunk_fetcher: ChunkFetcher) -> None:
+        self._chunks = in_order(chunk_fetcher.chunk, way.chunks, lambda chunk: chunk.size, threads=2)
         self._rest = memoryview(b"")
         """The bytes of the last chunk that have not been read."""
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Words = NDArray[Any]
+"""[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 MAX_BANDS: Final = 2
 _SAMPLED: Final = 2**15
@@ -86,5 +87,4 @@ def _bits(n: NDArray[np.float64], k: NDArray[np.float64]) -> NDArray[np.float64]
         bits = n * np.log2(n) - k * np.log2(k) - (n - k) * np.log2(n - k)
     # x·log2(x) converges to 0 for x → 0, but numpy returns NaN at 0.
     full = (k <= 0) | (k >= n)
-    result: NDArray[np.float64] = np.where(full, 0.0, np.nan_to_num(bits))
-    return result
+    return np.where(full, 0.0, np.nan_to_num(bits))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from itertools import pairwise
 from typing import Final, Literal
 
@@ -160,14 +161,10 @@ def name_of(version: PolicyVersion) -> str:
     return f"version {version.number} ({version.digest[:8] or 'no digest'}, lineage {version.lineage})"
 
 
-_decoder = msgspec.msgpack.Decoder(Manifest)
-_encoder = msgspec.msgpack.Encoder()
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a manifest's bytes. Raises WeightsFault for a manifest that `decode_manifest` would refuse."""
     check_manifest(manifest)
-    return _encoder.encode(manifest)
+    return msgspec.msgpack.encode(manifest)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -175,7 +172,7 @@ def decode_manifest(data: bytes) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsFault(f"refused a manifest: got {len(data)} bytes, allowed are at most {MAX_MANIFEST_BYTES}")
     try:
-        manifest = _decoder.decode(data)
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsFault(f"refused a manifest that cannot be decoded: {error}") from error
     check_manifest(manifest)
@@ -228,11 +225,10 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(_DIGEST.fullmatch(chunk.digest), f"chunk digest {chunk.digest[:80]!r}")
         _require(0 < chunk.size <= MAX_CHUNK_BYTES, f"a chunk of {chunk.size} bytes")
     _require(len(way.parts) <= MAX_CHUNKS, f"{len(way.parts)} parts")
-    wanted: dict[int, int] = {}
+    wanted, found = Counter[int](), Counter[int]()
+    """Bytes of a word → bytes of all elements with such words."""
     for entry in tensors:
-        word = WORD_BYTES[entry.dtype]
-        wanted[word] = wanted.get(word, 0) + entry.num_bytes
-    found: dict[int, int] = {}
+        wanted[WORD_BYTES[entry.dtype]] += entry.num_bytes
     last_word, last_bytes = 8, MIN_PART_BYTES
     for part in way.parts:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
@@ -245,8 +241,8 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
         last_word, last_bytes = part.word, part.num_bytes
-        found[part.word] = found.get(part.word, 0) + part.num_bytes
-    _require(found == {word: size for word, size in wanted.items() if size}, "parts that do not cover the tensors")
+        found[part.word] += part.num_bytes
+    _require(found == wanted, "parts that do not cover the tensors")
     coded = sum(part.size for part in way.parts)
     _require(coded == way.size, f"chunks of {way.size} bytes for encoded parts of {coded}")
 

@@ -11,12 +11,10 @@ whole, because it is small.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import torch
@@ -52,8 +50,6 @@ class PublishedVersion:
     density: float | None
     """Fraction of the elements that differ from the base; None without a base."""
     seconds: float
-    is_new: bool = True
-    """False if the same version had been published before this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +108,21 @@ class Publisher:
         if self._files is not None:
             self._files.finish(version, file)
         when_shared(tensors_of(entries, flat_buffer))
-        if there is None:
-            made = self._written(version, entries, flat_buffer, adapter=is_adapter(tensors))
-            manifest, density = next(made)
-        else:
-            made, manifest, density = iter(()), there, None
+        made = self._written(version, entries, flat_buffer, adapter=is_adapter(tensors))
+        manifest, density = next(made) if there is None else (there, None)
         self._store.put_manifest(manifest)
         when_stored()
         has_rest = there is None and manifest.expects_whole is True
-        if later is None:
+        if has_rest and later is None:
             for manifest, _ in made:
                 self._store.put_manifest(manifest)
         is_keyframe = has_rest or manifest.whole is not None
         since = 0 if is_keyframe or self._base is None else self._base.since_whole + 1
         self._base = _Base(version, entries, flat_buffer, since)
-        if later is not None and has_rest:
+        if has_rest and later is not None:
             later(partial(self._store_rest, made))
-        way = manifest.delta or manifest.whole
-        return PublishedVersion(
-            manifest,
-            bytes=0 if way is None else way.size,
-            density=density,
-            seconds=time.perf_counter() - begin,
-            is_new=there is None,
-        )
+        way = manifest.delta or manifest.ways[0]
+        return PublishedVersion(manifest, way.size, density, time.perf_counter() - begin)
 
     def _store_rest(self, made: Iterator[tuple[Manifest, float | None]]) -> None:
         for manifest, _ in made:
@@ -146,12 +133,7 @@ class Publisher:
             entries = unsigned(tensors)
             if (file := self._files.adopt(tensors.path, entries)) is not None:
                 return signed(entries, tensors.digests), file
-        return flattened(tensors, self._new_file)
-
-    def _new_file(self, entries: tuple[TensorEntry, ...]) -> FlatFile:
-        if self._files is not None:
-            return self._files.create(entries)
-        return FlatFile(Path(tempfile.gettempdir()), sum(entry.num_bytes for entry in entries))
+        return flattened(tensors, FlatFile.unnamed if self._files is None else self._files.create)
 
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool

@@ -27,17 +27,13 @@ _FEW: Final = 64
 
 
 def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
-    """Append the positions of the true elements or, if there are fewer false elements, the positions of the false
-    elements."""
-    if mask.size <= _FEW:
-        writer.bits(mask.view(np.uint8))
-    else:
-        write_positions(writer, np.flatnonzero(mask), mask.size)
+    """Append a mask."""
+    write_positions(writer, np.flatnonzero(mask), mask.size)
 
 
 def write_positions(writer: BitWriter, positions: Ints, n: int) -> None:
-    """Append a mask of n elements, as `write_mask` does. `positions`: positions of the true elements, in ascending
-    order."""
+    """Append a mask of n elements: the positions of the true elements or, if there are fewer false elements, the
+    positions of the false elements. `positions`: positions of the true elements, in ascending order."""
     is_rest = positions.size * 2 > n
     if n <= _FEW or is_rest:
         mask = np.zeros(n, np.bool_)

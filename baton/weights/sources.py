@@ -36,7 +36,7 @@ class ChunkCache:
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         """File name → size in bytes, oldest first."""
-        for name in self._place.names("chunks"):
+        for name in sorted(self._place.names("chunks"), key=lambda name: (directory / name).stat().st_mtime_ns):
             if name.endswith(".unfinished"):
                 self._place.remove(name)
             else:

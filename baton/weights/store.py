@@ -68,9 +68,6 @@ class Store:
                 self._place.write(_chunk_name(chunk.digest), *pieces)
         return chunk
 
-    def has(self, digest: str) -> bool:
-        return self._place.size(_chunk_name(digest)) is not None
-
     def chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
         """Return at most `size` + 1 unverified bytes of a chunk. Raises OSError if there is no such chunk."""
         return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))

@@ -16,6 +16,7 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,10 +47,8 @@ class TensorsOfFile(dict[str, torch.Tensor]):
 
 
 def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return  # the run removes its directory when it ends
+    with suppress(OSError):  # the run removes its directory when it ends
+        path.unlink()
 
 
 class FlatFile:
@@ -105,6 +104,11 @@ class FlatFile:
     def of_tensors(cls, path: Path, entries: tuple[TensorEntry, ...]) -> FlatFile:
         """Create a safetensors file with the tensors of `entries` in this order. Raises StorageFault."""
         return cls(path, sum(entry.num_bytes for entry in entries), _header(entries))
+
+    @classmethod
+    def unnamed(cls, entries: tuple[TensorEntry, ...]) -> FlatFile:
+        """Create an unnamed file for the tensors of `entries`. Raises StorageFault."""
+        return cls(Path(tempfile.gettempdir()), sum(entry.num_bytes for entry in entries))
 
     def write(self, begin: int, data: Bytes) -> None:
         """Write a piece to the buffer, starting at byte `begin`. Raises StorageFault, for example if the disk is full.

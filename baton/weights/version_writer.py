@@ -36,7 +36,7 @@ BLOCK_BYTES: Final = 2**21
 GROUP_BYTES: Final = 2**22
 """Consecutive tensors are processed together until they have at least this number of bytes."""
 LARGE_BYTES: Final = 2**26
-"""The changed elements of tensors that have more bytes together are not kept."""
+"""The changed elements of a group of tensors are kept only if the group has at most this number of bytes."""
 _KEPT_SHARE: Final = 32
 """The changed elements of a part are kept if at most one in this number of elements has changed."""
 _PART_S: Final = 600.0
@@ -162,8 +162,8 @@ class VersionWriter:
 
 
 def _items(way: Encoding, entries: tuple[TensorEntry, ...], take: Callable[[int], Pieces]) -> Iterator[_Item]:
-    """Yield the parts and the tensors. Between the last part that overlaps tensors and the tensors, as many parts
-    follow as `in_order` has in progress, so that a thread seldom waits for a part."""
+    """Yield the parts and the tensors. Tensors come at least `CODERS` parts after the last part that overlaps them, so
+    that a thread seldom waits for a part that another thread decodes."""
     rest, parts, end, num_parts = iter(way.parts), list[_DecodedPart](), 0, 0
     waiting: deque[tuple[int, int, _Tensors]] = deque()
     group, begin, stop = list[TensorEntry](), 0, 0

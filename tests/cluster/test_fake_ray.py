@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from baton.cluster.ray.ranks import RayRanks
 from baton.cluster.ray.replicas import RayReplicas
 from baton.cluster.ray.rewards import RayRewards
 from baton.cluster.ray.run import RayRun, train_on_ray
-from baton.cluster.ray.supervisor import RayWorkerSupervisor
+from baton.cluster.ray.supervisor import EXIT_S, RayWorkerSupervisor
 from baton.errors import EngineFault, RankLost
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -187,7 +187,7 @@ class LosesHead(RayCluster):
     here = ROWS[0]["NodeID"]
     own_address = "10.0.0.1"
 
-    def __init__(self, address: str, call: str) -> None:
+    def __init__(self, call: str) -> None:
         nodes = [row("here", CPU=4), row("there", CPU=4)]
         task = SimpleNamespace(remote=lambda *_: "future")
         working = {
@@ -196,7 +196,7 @@ class LosesHead(RayCluster):
             "wait": lambda futures, **_: (futures, []),
             "shutdown": lambda: None,
         }
-        self.address, self.ray, self._call = address, SimpleNamespace(**working), call
+        self.ray, self._call = SimpleNamespace(**working), call
 
     def reserve(self, bundles: object, name: str) -> Any:
         setattr(self.ray, self._call, no_head)
@@ -215,7 +215,7 @@ def test_a_command_that_has_lost_a_rank_and_the_head_ends_with_one_sentence(
     def load(overrides: Sequence[str]) -> Recipe:
         return load_recipe(Recipe, RECIPE, [f"run.directory={tmp_path}", *overrides])
 
-    monkeypatch.setattr(ray_run, "RayCluster", lambda address: LosesHead(address, call))
+    monkeypatch.setattr(ray_run, "RayCluster", lambda address: LosesHead(call))
     with pytest.raises(RankLost, match=NO_HEAD):
         train_on_ray(RayRun(load, tmp_path / "plan.json", "auto"), observer, StopRequest())
     assert lines[-2:] == ["trainer rank 0 was lost", "restart 1 of 3 from the last checkpoint"]
@@ -300,13 +300,31 @@ def check_until_fault(supervisor: RayWorkerSupervisor) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("call", ["watch", "wait", "rows"])
+def test_a_machine_that_was_lost_before_the_supervisor_began_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster({"watch": lambda: Never, "pid": lambda: Never, "leave": lambda: None})
+    monkeypatch.setattr(cluster, "rows", lambda: ROWS[:1])
+    supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
+    supervisor.begin(ACCESS)
+    try:
+        with pytest.raises(RankLost, match="machine there, which runs a trainer rank, has left the cluster"):
+            check_until_fault(supervisor)
+    finally:
+        supervisor.close()
+    assert cluster.reserved == []
+
+
+@pytest.mark.parametrize("call", ["watch", "wait", "rows", "get of pid", "get of watch"])
 def test_a_supervisor_without_a_head_reports_one_sentence(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"watch": lambda: Never, "pid": lambda: Never, "leave": lambda: None}
     cluster = FakeCluster(answers | ({call: no_head} if call == "watch" else {}))
     supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
     if call == "wait":
         monkeypatch.setattr(cluster, "wait", no_head)
+    elif call.startswith("get"):
+        answers[call.removeprefix("get of ")] = lambda: 1
+        cluster = FakeCluster(answers)
+        supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
+        monkeypatch.setattr(cluster, "get", no_head)
     elif call == "rows":
         monkeypatch.setattr(
             cluster, "rows", partial(RayCluster.rows, SimpleNamespace(ray=SimpleNamespace(nodes=no_head)))
@@ -318,6 +336,31 @@ def test_a_supervisor_without_a_head_reports_one_sentence(call: str, monkeypatch
     finally:
         supervisor.close()
     assert cluster.reserved == []
+
+
+@pytest.mark.parametrize("call", ["wait", "get"])
+def test_workers_that_do_not_free_a_gpu_of_a_lost_cluster_are_one_sentence(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is lost while the controller asks whether a worker has ended, or whether its processes have."""
+    started = Event()
+    answers = {"watch": lambda: Never, "pid": lambda: 1, "leave": lambda: None, "use_device": lambda *_: Never}
+    cluster = FakeCluster(answers, started.set)
+    supervisor = supervisor_of(cluster, {}, (0,))
+    supervisor.ranks = None, ({"CUDA_VISIBLE_DEVICES": "0"},)
+    wait, ended = cluster.wait, SimpleFuture(ConnectionError("no head\nmore lines"))
+    monkeypatch.setattr(cluster, "run_on", lambda *_: ended, raising=False)
+    if call == "wait":
+        monkeypatch.setattr(
+            cluster, "wait", lambda futures, timeout, **_: no_head() if timeout == EXIT_S else wait(futures)
+        )
+    supervisor.begin(ACCESS)
+    try:
+        assert started.wait(60)
+        with pytest.raises(RankLost, match=NO_HEAD):
+            supervisor.sleep()
+    finally:
+        supervisor.close()
 
 
 def test_a_worker_that_starts_while_the_trainer_takes_the_gpu_is_asked_to_free_it() -> None:

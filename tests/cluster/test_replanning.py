@@ -43,16 +43,12 @@ def planned(found: tuple[Machine, ...], of: Recipe) -> Plan:
     return make_plan(Inputs(described, read_model(Path(of.model.path)), workload_of(of), cross_types=False))
 
 
-def names(found: tuple[Machine, ...]) -> dict[str, str]:
-    return {machine.id: machine.name for machine in found}
-
-
 def test_a_lost_machine_loses_its_workers_and_the_trainer_stays(tmp_path: Path) -> None:
     of, before = recipe(tmp_path), yard("h0", "l0", "l1")
     plan = planned(before, of)
     now = place(plan, before).workers
-    planner, left = Replanner(of, plan), yard("h0", "l0")
-    answer = planner.replan_workers(left, names(left))
+    planner = Replanner(of, plan)
+    answer = planner.replan_workers(yard("h0", "l0"))
     assert answer.workers is not None, answer.words
     made = change([post for post in now if post.machine != "l1"], answer.workers)
     assert not made.ended, "who is left goes on"
@@ -65,8 +61,7 @@ def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path:
     of, before = recipe(tmp_path), yard("h0", "l0")
     plan = planned(before, of)
     now = place(plan, before).workers
-    after = yard("h0", "l0", "l1")
-    answer = Replanner(of, plan).replan_workers(after, names(after))
+    answer = Replanner(of, plan).replan_workers(yard("h0", "l0", "l1"))
     assert answer.workers is not None, answer.words
     made = change(now, answer.workers)
     assert "l1" in {post.machine for post in made.begun}
@@ -78,14 +73,13 @@ def test_the_reward_model_stays_on_the_gpus_that_are_left(tmp_path: Path) -> Non
     plan = planned(yard("h0", "l0", "l1"), of)
     plan = msgspec.structs.replace(plan, reward=scoring("L20", "l2:0", "l2:1"))
     assert len(place(plan, before).rewards) == 2
-    planner, left = Replanner(of, plan), yard("h0", "l0", "l2")
-    answer = planner.replan_workers(left, names(left))
+    planner = Replanner(of, plan)
+    answer = planner.replan_workers(yard("h0", "l0", "l2"))
     assert answer.workers is not None, answer.words
     assert {post.machine for post in answer.workers} <= {"h0", "l0"}, "the reward model has l2"
     assert planner.plan.reward is not None
     assert planner.plan.reward.gpu_ids == ("l2:0", "l2:1")
-    fewer = yard("h0", "l0")
-    answer = planner.replan_workers(fewer, names(fewer))
+    answer = planner.replan_workers(yard("h0", "l0"))
     assert answer.workers is None
     assert "no GPU of the reward model is left" in answer.words
 
@@ -93,12 +87,12 @@ def test_the_reward_model_stays_on_the_gpus_that_are_left(tmp_path: Path) -> Non
 def test_a_new_plan_replaces_the_predictions_of_the_run_also_if_their_file_is_damaged(tmp_path: Path) -> None:
     of, before = recipe(tmp_path), yard("h0", "l0", "l1")
     plan = planned(before, of)
-    planner, left = Replanner(of, plan), yard("h0", "l0")
+    planner = Replanner(of, plan)
     of.run.path.mkdir(parents=True)
     planner.predictions = RunPredictions(of.run.path, None)
     planner.predictions.replace(predictions_of_plan(plan, "plan.json", ((64, 5e9),)), 0)
     (of.run.path / FILE).write_text("{")
-    assert planner.replan_workers(left, names(left)).workers is not None
+    assert planner.replan_workers(yard("h0", "l0")).workers is not None
     assert planner.predictions.current == read_predictions(of.run.path)
     assert planner.predictions.current == predictions_of_plan(planner.plan, "plan.json", ((64, 5e9),))
 
@@ -107,16 +101,13 @@ def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path:
     of, before = recipe(tmp_path), yard("h0", "l0")
     plan = planned(before, of)
     off = Replanner(recipe(tmp_path, "fleet.replan=false"), plan)
-    assert off.replan_workers(before, names(before)).words.startswith("fleet.replan is off")
+    assert off.replan_workers(before).words.startswith("fleet.replan is off")
     missing = Replanner(recipe(tmp_path, "fleet.workload=nowhere.toml"), plan)
-    answer = missing.replan_workers(before, names(before))
+    answer = missing.replan_workers(before)
     assert answer.workers is None
     assert "nowhere.toml" in answer.words
     unknown = machines([row("x", GPU=1)])
-    assert (
-        "no machine of the cluster can be used in a plan"
-        in Replanner(of, plan).replan_workers(unknown, names(unknown)).words
-    )
+    assert "no machine of the cluster can be used in a plan" in Replanner(of, plan).replan_workers(unknown).words
 
 
 def test_a_trainer_that_begins_again_is_planned_wherever_there_is_room(tmp_path: Path) -> None:

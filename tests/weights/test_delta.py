@@ -59,7 +59,7 @@ def test_any_mask_is_read_back(places, n):
     mask[sorted(places)] = True
     writer = BitWriter()
     write_mask(writer, mask)
-    reader = BitReader(b"".join(writer.block()))
+    reader = BitReader(b"".join(writer.block))
     assert np.array_equal(read_mask(reader, n), np.flatnonzero(mask))
     reader.end()
 
@@ -137,7 +137,7 @@ def test_a_frame_that_swells_is_refused_before_there_is_room_for_it(writes_size)
     bomb = zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(400_000_000))
     writer = BitWriter()
     writer.number(len(bomb))
-    block = b"".join([*writer.block(), bomb])
+    block = b"".join([*writer.block, bomb])
     tracemalloc.start()
     with pytest.raises(WeightsFault, match="does not have the expected"):
         BitReader(block).stream(100_000)
@@ -156,7 +156,7 @@ def test_more_low_bits_than_the_gaps_need_are_refused():
     writer.number(count)
     writer.bits(np.ones(count, np.uint8))
     writer.bits(np.zeros(31 * count, np.uint8))
-    reader = BitReader(b"".join(writer.block()))
+    reader = BitReader(b"".join(writer.block))
     with pytest.raises(WeightsFault, match="do not fit its number of elements"):
         read_mask(reader, 2 * count)
 
@@ -177,7 +177,7 @@ def test_differences_that_all_have_as_many_bits_as_a_word_need_little_memory(wor
         write_mask(writer, np.ones(count, np.bool_))
     write_mask(writer, np.zeros(count, np.bool_))
     writer.bits(np.zeros(count * (8 * word - 1), np.uint8))
-    data, piece = b"".join(writer.block()), np.zeros(n * word, np.uint8)
+    data, piece = b"".join(writer.block), np.zeros(n * word, np.uint8)
     assert len(data) < 1000
     tracemalloc.start()
     if is_twice:
@@ -195,7 +195,7 @@ def test_a_mask_with_the_longer_of_its_two_lists_is_refused():
     writer = BitWriter()
     writer.number(2 * 501)  # the positions of 501 true elements of 1,000, instead of those of 499 false ones
     with pytest.raises(WeightsFault, match="got the number 1002, allowed are at most 1001"):
-        read_mask(BitReader(b"".join(writer.block())), 1000)
+        read_mask(BitReader(b"".join(writer.block)), 1000)
 
 
 @settings(max_examples=300, deadline=None)

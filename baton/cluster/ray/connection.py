@@ -53,7 +53,6 @@ class RayCluster:
         """Join the cluster. Raises UserError if Ray is not installed or no cluster answers."""
         self.ray = import_ray()
         check_address(address)
-        self.address = address
         before = signal.getsignal(signal.SIGTERM)
         try:
             self.ray.init(
@@ -75,19 +74,16 @@ class RayCluster:
 
     @property
     def here(self) -> str:
-        found: str = self.ray.get_runtime_context().get_node_id()
-        return found
+        return str(self.ray.get_runtime_context().get_node_id())
 
     @property
     def own_address(self) -> str:
-        found: str = self.ray.util.get_node_ip_address()
-        return found
+        return str(self.ray.util.get_node_ip_address())
 
     @calling_ray()
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per node with the facts that Ray reports about the node. Raises RankLost (`calling_ray`)."""
-        found: list[dict[str, Any]] = self.ray.nodes()
-        return found
+        return list(self.ray.nodes())
 
     def alive(self) -> frozenset[str]:
         """Return the ids of the nodes that Ray considers alive. Ray detects a power failure only after a delay."""

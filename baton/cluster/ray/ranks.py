@@ -67,8 +67,7 @@ class RayRanks:
             data = self._cluster.ray.put(encoded)  # once, so that Ray sends it to each machine once
             return [actor.handle.remote(data) for actor in self._actors]
 
-        answers = self._gather(call, type(message).__name__, timeout_s)
-        return [decode_from_rank(answer) for answer in answers]
+        return self._gather(call, type(message).__name__, timeout_s)
 
     def bring(self, path: str) -> Path:
         """Return a local path of a file of rank 0: the file itself if rank 0 is on this machine, else a copy."""
@@ -114,8 +113,8 @@ class RayRanks:
                 )
 
     def _gather(self, call: Callable[[], list[Any]], what: str, timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks. call: calls the ranks' actors, and returns the Ray futures. If a rank is
-        lost, does not answer or reports a fault, close all actors and raise the same errors as `Ranks.ask`."""
+        """Return the answers of all ranks; messages are decoded. call: calls the ranks' actors, and returns the Ray
+        futures. If a rank is lost or does not answer, close all actors and raise the same errors as `Ranks.ask`."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         try:
@@ -129,13 +128,13 @@ class RayRanks:
                     names = ", ".join(self._name(rank) for rank in waiting.values())
                     raise RankLost(f"trainer {names} did not answer {what} in {timeout_s:.0f} s; {HOW_TO_GO_ON}")
                 for future in ready:
-                    answers[waiting[future]] = self._get(future, waiting[future])
-                    if _is_fault(answers[waiting[future]]):
+                    rank, answer = waiting[future], self._get(future, waiting[future])
+                    answers[rank] = decode_from_rank(answer) if isinstance(answer, bytes) else answer
+                    if isinstance(answers[rank], Fault):
                         deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
         except RankLost as lost:
             self.close()
-            reported = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
-            raise cause_of(lost, reported) from lost
+            raise cause_of(lost, answers) from lost
         return [answers[rank] for rank in range(len(futures))]
 
     @calling_ray()
@@ -149,7 +148,3 @@ class RayRanks:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._specs[rank].machine}"
-
-
-def _is_fault(answer: Any) -> bool:
-    return isinstance(answer, bytes) and isinstance(decode_from_rank(answer), Fault)

@@ -51,19 +51,16 @@ class RayReplicas:
         """machines: function that returns the current machines of the cluster by their names in the plan."""
         self.direct = direct
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
-        self._begun: dict[int, _RayReplica] = {}
-        """Actors that start for the first time; all of them start concurrently."""
-        self._has_begun = False
+        self._begun: dict[int, _RayReplica] | None = None
+        """Actors that start for the first time, concurrently; None before the first `build`."""
         self._actors: list[_RayReplica] = []
         self._closed = Event()
 
     def build(self, index: int, start: Start, direct: DirectTransfer) -> RemoteReplica:
         """Start a replica, for the first time or again. Raises EngineFault, DeadlineExceeded, or the error with which
         vLLM's start failed."""
-        if not self._has_begun:
-            self._has_begun = True
-            for each in range(len(self._specs)):
-                self._begun[each] = self._begin(each, start)
+        if self._begun is None:
+            self._begun = {each: self._begin(each, start) for each in range(len(self._specs))}
         actor = self._begun.pop(index, None) or self._begin(index, start)
         try:
             actor.await_start()
@@ -167,8 +164,7 @@ class _RayReplica(RemoteReplica):
         self.answer(self._get(lambda: self._start, START_TIMEOUT_S + START_DEADLINE_S), Done)
 
     def send(self, message: bytes, timeout_s: float) -> bytes:
-        answer: bytes = self._get(lambda: self._actor.handle.remote(message), timeout_s)
-        return answer
+        return bytes(self._get(lambda: self._actor.handle.remote(message), timeout_s))
 
     def _get(self, call: Callable[[], Any], timeout_s: float) -> Any:
         ray, left_s = self._cluster.ray, time_left(timeout_s)

@@ -137,11 +137,10 @@ class _ActorProcess:
 
     async def _reply(self, future: Any) -> bytes:
         try:
-            reply: bytes = await asyncio.wrap_future(future.future())
+            return bytes(await asyncio.wrap_future(future.future()))
         except self._ray.exceptions.RayError as error:
             cause = f"was lost: {first_line(error)[:200]}"
             if self.is_alive:  # not killed by this process
                 self._on_end(cause)
             self.kill()
             raise WorkerExited(cause) from error
-        return reply

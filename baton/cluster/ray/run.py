@@ -111,7 +111,7 @@ class _RayAttempts:
         """If the cluster has lost a machine of the plan, make a plan for the remaining machines. If no plan exists for
         the remaining machines, continue with the current plan without the lost workers. Raises RankLost if the current
         plan cannot continue either: the trainer used a lost machine, or no worker is left."""
-        remaining = self._machines(self.names)
+        remaining = self._machines()
         missing = machines_of(self.planner.plan) - {machine.name for machine in remaining}
         if not missing:
             return
@@ -128,7 +128,7 @@ class _RayAttempts:
         from baton.run.assemble import build_loop
         from baton.run.dry_run import trainer_bytes
 
-        current = self._machines(self.names)
+        current = self._machines()
         placement = place(self.planner.plan, current, here=self.cluster.here)
         self.names = dict(placement.names)
         by_name = {self.names[machine.id]: machine for machine in current}
@@ -183,8 +183,8 @@ class _RayAttempts:
             loop.train()
         return loop
 
-    def _machines(self, names: dict[str, str]) -> tuple[Machine, ...]:
-        return machines(self.cluster.rows(), types=self.planner.base_types, known=names)
+    def _machines(self) -> tuple[Machine, ...]:
+        return machines(self.cluster.rows(), types=self.planner.base_types, known=self.names)
 
     def _recipe(self, placement: Placement, machines: dict[str, Machine]) -> Recipe:
         """Return the recipe with the ranks, the threads and the hub's address that the placement requires."""
@@ -227,7 +227,7 @@ class _RayAttempts:
         direct = DirectTransfer("gloo" if gpu is None else "nccl", gpu=gpu, host=host, is_remote=True)
 
         def nodes() -> dict[str, Machine]:
-            return {machine.name: machine for machine in self._machines(self.names)}
+            return {machine.name: machine for machine in self._machines()}
 
         return RayReplicas(self.cluster, workers, nodes, direct, self.observer.said)
 

@@ -71,14 +71,14 @@ class RayWorkerSupervisor:
         self._cluster, self._planner, self._log = cluster, planner, log
         self._supervision = sv.Supervision(placement, rules)
         self._names = dict(placement.names)
-        """Machine id → name, for the current machines."""
-        self._known = self._current_machines()
+        """Machine id → name, for the machines of the last check."""
+        self._machines: tuple[Machine, ...] = ()
+        """The same machines; empty before the first check."""
         self._weights = {spec.name: spec.weight for spec in placement.workers}
         self._tokens: dict[str, str] = {}
         self._running: dict[str, _RunningActor] = {}
         self._leaving: list[tuple[_RunningActor, Any, float]] = []
         """Actors that are leaving: (actor, Ray future of its `leave`, deadline)."""
-        self.pids: dict[str, int] = {}
         self.ranks: tuple[Any, Sequence[dict[str, str]]] = None, ()
         """Two values: the placement group of the ranks; and for each rank on a GPU, the environment variable that
         restricts a process to this GPU. In a colocated plan, `ranks` must be set before `begin`."""
@@ -137,16 +137,16 @@ class RayWorkerSupervisor:
         self._take_turn("sleep")
         with self._lock:
             ending, self._ending = self._ending, {}
-        ray = self._cluster.ray
-        for future, running in ending.items():
-            try:
-                is_free = bool(ray.get(future, timeout=GRACE_S + GET_S))
-            except ray.exceptions.RayError as error:
-                if running.node not in self._cluster.alive():
-                    continue  # the next request to the ranks of this machine reports the loss
-                raise self._not_free(running) from error
-            if not is_free:
-                raise self._not_free(running)
+        with calling_ray():
+            for future, running in ending.items():
+                try:
+                    is_free = bool(self._cluster.ray.get(future, timeout=GRACE_S + GET_S))
+                except self._cluster.ray.exceptions.RayError as error:
+                    if running.node not in self._cluster.alive():
+                        continue  # the next request to the ranks of this machine reports the loss
+                    raise self._not_free(running) from error
+                if not is_free:
+                    raise self._not_free(running)
 
     def wake_up(self) -> None:
         """Let the workers allocate their memory again, and start the workers whose start was postponed since
@@ -181,8 +181,9 @@ class RayWorkerSupervisor:
                 with calling_ray(), suppress(ray.exceptions.RayError):
                     held.append(int(ray.get(future, timeout=GET_S)))
                     continue
-            if ray.wait([running.watch], timeout=EXIT_S)[0]:
-                cause = self._exit_cause(running.watch)
+            with calling_ray():
+                if ray.wait([running.watch], timeout=EXIT_S)[0]:
+                    cause = self._exit_cause(running.watch)
             with self._lock:
                 if self._running.get(name) is running:  # else the supervisor's thread has detected its end
                     self._on_worker_exit(name, cause)
@@ -226,8 +227,7 @@ class RayWorkerSupervisor:
                     self._access.weigh(spec.name, spec.weight)
                     self._log(f"new share: {spec.words}")
                 case sv.Replan():
-                    known, names = tuple(self._known.values()), dict(self._names)  # copies for the planner's thread
-                    self._plan = begin(partial(self._planner.replan_workers, known, names))
+                    self._plan = begin(partial(self._planner.replan_workers, self._machines))
                 case sv.TrainerLost(machine=machine):
                     self._fault = self._fault or RankLost(
                         f"machine {machine}, which runs a trainer rank, has left the cluster; {HOW_TO_GO_ON}"
@@ -319,22 +319,20 @@ class RayWorkerSupervisor:
     def _on_started(self, name: str, running: _RunningActor) -> None:
         ray = self._cluster.ray
         future, running.pid = running.pid, None
-        with suppress(ray.exceptions.RayError):  # the future `watch` has the reason
-            self.pids[name] = running.process = ray.get(future, timeout=GET_S)
+        with calling_ray(), suppress(ray.exceptions.RayError):  # the future `watch` has the reason
+            running.process = ray.get(future, timeout=GET_S)
             self._handle(sv.ProcessStarted(time.monotonic(), name))
 
+    @calling_ray()
     def _exit_cause(self, future: Any) -> str:
-        ray = self._cluster.ray
         try:
-            cause: str = ray.get(future, timeout=GET_S)
-        except ray.exceptions.RayError as error:
+            return str(self._cluster.ray.get(future, timeout=GET_S))
+        except self._cluster.ray.exceptions.RayError as error:
             return f"ended with its actor: {first_line(error)[:200]}"
-        return cause
 
     def _on_worker_exit(self, name: str, cause: str) -> None:
         """Report the worker's end to the hub, so that its leases end at once and not after the heartbeat timeout."""
         running = self._running.pop(name)
-        self.pids.pop(name, None)
         self._end_processes(running)
         self._access.gone(name, cause[:300])
         self._discard(running)
@@ -351,7 +349,6 @@ class RayWorkerSupervisor:
     def _stop_process(self, name: str, cause: str, *, is_reachable: bool) -> None:
         running = self._running.pop(name, None)
         self._waiting.pop(name, None)
-        self.pids.pop(name, None)
         if running is None:
             return
         if is_reachable:
@@ -388,22 +385,19 @@ class RayWorkerSupervisor:
     # ---- machines ----------------------------------------------------------------------------------------------------
 
     def _check_machines(self) -> None:
-        current = self._current_machines()
+        found = machines(self._cluster.rows(), types=self._planner.base_types, known=self._names)
+        current = {machine.id for machine in found}
         with self._lock:
-            for node in [node for node in self._known if node not in current]:
-                self._known.pop(node)
+            self._machines = found
+            for node in [node for node in self._names if node not in current]:
                 self._handle(sv.MachineLost(time.monotonic(), self._names.pop(node)))
-            for node, machine in current.items():
-                if node not in self._known:
-                    self._known[node], self._names[node] = machine, machine.name
+            for machine in found:
+                if machine.id not in self._names:
+                    self._names[machine.id] = machine.name
                     if machine.gpu is None:
                         self._log(f"machine {machine.name} has joined, but is not used: {machine.problem}")
                     else:
                         self._handle(sv.MachineJoined(time.monotonic(), machine.name))
-
-    def _current_machines(self) -> dict[str, Machine]:
-        found = machines(self._cluster.rows(), types=self._planner.base_types, known=self._names)
-        return {machine.id: machine for machine in found}
 
     def _check_plan(self) -> None:
         if self._plan is not None and self._plan.done():

@@ -18,7 +18,7 @@ version (`RunPhase.base`). All other replicas receive the whole version.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Final, Literal, assert_never
 
 import msgspec
 
@@ -28,6 +28,8 @@ from baton.types import PolicyVersion
 Phase = Literal["connect", "announce", "stream", "commit"]
 """`connect`: build the communicator. `announce`: the replica pauses and prepares. `stream`: send the tensors, which the
 replica loads and checks. `commit`: the replica finishes the load and serves the version."""
+_NEXT: Final[dict[Phase, Phase]] = {"announce": "stream", "stream": "commit"}
+"""Phase → the phase that follows without a pause."""
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
@@ -217,16 +219,11 @@ class DirectSync:
         return RunPhase(name, state.generation, phase, state.sending, state.base)
 
     def _after(self, name: str, state: ReplicaState, phase: Phase, at_s: float) -> list[Command]:
-        match phase:
-            case "connect":
-                state.phase = state.deadline_s = None
-            case "announce":
-                return [self._run(name, "stream", at_s)]
-            case "stream":
-                return [self._run(name, "commit", at_s)]
-            case "commit":
-                state.has, state.failures, state.last_cause = state.sending, 0, ""
-                state.phase = state.deadline_s = state.sending = state.base = None
+        if phase in _NEXT:
+            return [self._run(name, _NEXT[phase], at_s)]
+        if phase == "commit":
+            state.has, state.failures, state.last_cause = state.sending, 0, ""
+        state.phase = state.deadline_s = state.sending = state.base = None
         return []
 
     def _expired(self, name: str, state: ReplicaState, at_s: float) -> list[Command]:

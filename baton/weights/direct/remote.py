@@ -60,8 +60,7 @@ class RemoteVersion:
     """A version as a sequence of buckets, each of which the ranks gather when it is sent."""
 
     def __init__(self, tensors: RemoteTensors, version: PolicyVersion) -> None:
-        self.version, count = version, len(tensors.bucket_bytes)
-        place = {"count": count, "version": label(version), "base": None}
+        place = {"count": len(tensors.bucket_bytes), "version": label(version), "base": None}
         self._buckets = tuple(
             Bucket((), {"bucket": {"index": index, **place}}, size) for index, size in enumerate(tensors.bucket_bytes)
         )

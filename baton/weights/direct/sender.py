@@ -91,7 +91,7 @@ class DirectSender:
             self._handle(direct.Joined(self._clock(), replica))
 
     def leave(self, replica: str) -> None:
-        self._happened(direct.Left(self._clock(), replica))
+        self._handle(direct.Left(self._clock(), replica))
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Send a version to all replicas, in the background. The tensors must not change until the next offer."""
@@ -152,12 +152,6 @@ class DirectSender:
             state = self._sync.replicas.get(replica)
             return None if state is None else state.has
 
-    def cause(self, replica: str) -> str:
-        """Return the cause of a replica's last failure; empty if the replica has served a version since."""
-        with self._changed:
-            state = self._sync.replicas.get(replica)
-            return "" if state is None else state.last_cause
-
     def close(self) -> None:
         """Close all communicators. Idempotent."""
         with self._changed:
@@ -170,29 +164,28 @@ class DirectSender:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def _happened(self, event: direct.Event) -> None:
-        with self._changed:
-            self._handle(event)
-
     def _handle(self, event: direct.Event) -> None:
-        if self._is_closed:
-            return
-        for command in self._sync.handle(event):
-            match command:
-                case direct.RunPhase():
-                    begin(partial(self._run_phase, command))
-                case direct.CloseGroup(replica=replica, generation=generation):
-                    group = self._groups.pop((replica, generation), None)
-                    if group is not None:
-                        begin(group.close)
-                case direct.WaitUntil(at_s=at_s):
-                    if self._timer is not None:
-                        self._timer.cancel()
-                    delay_s = max(0.0, at_s - self._clock())
-                    self._timer = Timer(delay_s, lambda: self._happened(direct.DeadlinePassed(self._clock())))
-                    self._timer.daemon = True
-                    self._timer.start()
-        self._changed.notify_all()
+        with self._changed:
+            if not self._is_closed:
+                for command in self._sync.handle(event):
+                    self._execute_command(command)
+                self._changed.notify_all()
+
+    def _execute_command(self, command: direct.Command) -> None:
+        match command:
+            case direct.RunPhase():
+                begin(partial(self._run_phase, command))
+            case direct.CloseGroup(replica=replica, generation=generation):
+                group = self._groups.pop((replica, generation), None)
+                if group is not None:
+                    begin(group.close)
+            case direct.WaitUntil(at_s=at_s):
+                if self._timer is not None:
+                    self._timer.cancel()
+                delay_s = max(0.0, at_s - self._clock())
+                self._timer = Timer(delay_s, lambda: self._handle(direct.DeadlinePassed(self._clock())))
+                self._timer.daemon = True
+                self._timer.start()
 
     def _run_phase(self, command: direct.RunPhase) -> None:
         """Run a phase and report its end (in a thread of its own)."""
@@ -201,9 +194,9 @@ class DirectSender:
             self._do(command)
         except Exception as error:  # noqa: BLE001  # any error ends the phase
             cause = f"{phase}: {first_line(error)}"
-            self._happened(direct.Failed(self._clock(), replica, generation, cause))
+            self._handle(direct.Failed(self._clock(), replica, generation, cause))
         else:
-            self._happened(direct.PhaseDone(self._clock(), replica, generation, phase))
+            self._handle(direct.PhaseDone(self._clock(), replica, generation, phase))
 
     def _do(self, command: direct.RunPhase) -> None:
         replica, generation, rules = command.replica, command.generation, self._sync.rules
@@ -226,7 +219,7 @@ class DirectSender:
                 assert group is not None, "phases run in order"
                 assert sent is not None, "a version is kept while it is sent"
                 buckets = sent.buckets(command.base)
-                group.send(buckets, lambda: self._happened(direct.Progressed(self._clock(), replica, generation)))
+                group.send(buckets, lambda: self._handle(direct.Progressed(self._clock(), replica, generation)))
                 with self._changed:
                     self.sent_bytes += sum(bucket.num_bytes for bucket in buckets)
             case "commit":

@@ -60,14 +60,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the checksums of tensors. Waits for the device only once."""
-    return _read(checksum(tensor) for tensor in tensors)
-
-
-def _read(scalars: Iterable[torch.Tensor]) -> list[int]:
-    found = list(scalars)
-    return torch.stack(found).tolist() if found else []
+def _read(scalars: list[torch.Tensor]) -> list[int]:
+    """Return the values of scalars. Waits for the device only once."""
+    return torch.stack(scalars).tolist() if scalars else []
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,13 +104,7 @@ class Bucket:
 def whole_bucket(tensors: Mapping[str, torch.Tensor], place: Mapping[str, Any]) -> Bucket:
     """Return a bucket of whole tensors. `place`: the bucket's index, the number of buckets, the version and its base;
     these values become part of `Bucket.info`."""
-    info = {
-        "names": list(tensors),
-        "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "bucket": {**place, "checksums": checksums(tensors.values())},
-    }
-    return Bucket(tuple(tensors.values()), info)
+    return _bucket([_whole_part(name, tensor) for name, tensor in tensors.items()], place)
 
 
 class OutgoingVersion:
@@ -173,19 +162,7 @@ class OutgoingVersion:
             groups[-1].append(part)
             size += part.num_bytes
         place = {"count": len(groups), "version": label(self.version), "base": label(base)}
-        return tuple(self._bucket(parts, {"index": index, **place}) for index, parts in enumerate(groups))
-
-    def _bucket(self, parts: Sequence[_Part], place: Mapping[str, Any]) -> Bucket:
-        whole = [self.tensors[part.name] for part in parts]
-        counts = [part.changed for part in parts if part.changed is not None]
-        info = {
-            "names": [part.name for part in parts],
-            "dtype_names": [dtype_name(tensor.dtype) for tensor in whole],
-            "shapes": [list(tensor.shape) for tensor in whole],
-            "bucket": {**place, "checksums": _read(part.checksum for part in parts)},
-            **({NUM_CHANGED: counts} if counts else {}),
-        }
-        return Bucket(tuple(tensor for part in parts for tensor in part.sent), info)
+        return tuple(_bucket(parts, {"index": index, **place}) for index, parts in enumerate(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +170,7 @@ class _Part:
     """The data that is sent for one tensor."""
 
     name: str
+    whole: torch.Tensor
     sent: tuple[torch.Tensor, ...]
     """The tensor, or the indices and the values of its changed elements."""
     checksum: torch.Tensor
@@ -205,8 +183,21 @@ class _Part:
         return sum(tensor.nbytes for tensor in self.sent)
 
 
+def _bucket(parts: Sequence[_Part], place: Mapping[str, Any]) -> Bucket:
+    """Return a bucket of parts, which are all whole tensors or all changed elements."""
+    counts = [part.changed for part in parts if part.changed is not None]
+    info = {
+        "names": [part.name for part in parts],
+        "dtype_names": [dtype_name(part.whole.dtype) for part in parts],
+        "shapes": [list(part.whole.shape) for part in parts],
+        "bucket": {**place, "checksums": _read([part.checksum for part in parts])},
+        **({NUM_CHANGED: counts} if counts else {}),
+    }
+    return Bucket(tuple(tensor for part in parts for tensor in part.sent), info)
+
+
 def _whole_part(name: str, tensor: torch.Tensor) -> _Part:
-    return _Part(name, (tensor,), checksum(tensor))
+    return _Part(name, tensor, (tensor,), checksum(tensor))
 
 
 def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
@@ -227,7 +218,7 @@ def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
     if found.numel() * 4 + values.nbytes >= max(1, new.nbytes) or bool(values.isnan().any()):
         return _whole_part(name, new)
     total = patch_checksum(found, values, new.numel())
-    return _Part(name, (found.to(torch.int32), values), total, found.numel())
+    return _Part(name, new, (found.to(torch.int32), values), total, found.numel())
 
 
 def label(version: PolicyVersion | None) -> str | None:
@@ -253,11 +244,6 @@ class IncomingVersion:
         """The version of the current transfer."""
         self._expected: dict[str, int] = {}
         """Tensors of the current bucket that the loader has not received yet: the checksum of each tensor, by name."""
-
-    @property
-    def is_receiving(self) -> bool:
-        """Whether a transfer has begun but not ended."""
-        return self._next is not None
 
     def begin(self) -> None:
         """Start a transfer. An unfinished transfer is discarded."""
@@ -285,7 +271,8 @@ class IncomingVersion:
 
     def loaded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Check tensors that the loader receives. Raises WeightsFault for a wrong name or a wrong checksum."""
-        for (name, _tensor), found in zip(weights, checksums(tensor for _, tensor in weights), strict=True):
+        sums = _read([checksum(tensor) for _, tensor in weights])
+        for (name, _), found in zip(weights, sums, strict=True):
             expected = self._expected.pop(name, None)
             if found != expected:
                 raise self._fault(f"{name} has the checksum {found}, expected {expected}")

@@ -32,7 +32,7 @@ class VllmTransport:
         info = (
             IPCTrainerInitInfo(rank=0)
             if self._direct.backend == "ipc"
-            else NCCLTrainerInitInfo(self._host, _free_port(self._host), world_size, rank=0)
+            else NCCLTrainerInitInfo(self._host, free_port(self._host), world_size, rank=0)
         )
         client, sparse = StreamClient(link, source, rules), None
         with torch.cuda.device(self._direct.gpu):  # vLLM uses the current device of this thread
@@ -131,7 +131,7 @@ def patches_of(bucket: Bucket) -> list[Any]:
     ]
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
+def free_port(host: str) -> int:
+    """Return a free port at an address of this machine."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         return int(found.getsockname()[1])

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from baton.errors import BatonError, DeadlineExceeded, EngineFault
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, WeightsFault
+from baton.types import PolicyVersion
 from baton.weights.direct.gloo import join_replica
 from baton.weights.direct.stream import NUM_CHANGED, IncomingVersion
 
@@ -27,6 +28,7 @@ class Model:
     def __init__(self) -> None:
         self.incoming, self.group = IncomingVersion(), None
         self.tensors: dict[str, torch.Tensor] = {}
+        self.is_whole = True
         self.hit: tuple[str, int] | None = None
         """Method at which this process sends itself a signal, and the signal."""
 
@@ -47,7 +49,7 @@ class Model:
 
     def start_weight_update(self, info: None) -> None:
         self.incoming.begin()
-        self.received = 0
+        self.received, self.is_whole = 0, False
 
     def update_weights(self, info: dict[str, Any]) -> None:
         try:
@@ -77,21 +79,25 @@ class Model:
 
     def finish_weight_update(self, info: None) -> None:
         self.incoming.finish()
+        self.is_whole = True
 
     def bytes_of_last(self, info: None) -> int:
         return self.received
 
     def served(self, info: None) -> dict[str, list[float]] | None:
         """The tensors, if they are whole."""
-        return None if self.incoming.is_receiving else {name: t.tolist() for name, t in self.tensors.items()}
+        return {name: t.tolist() for name, t in self.tensors.items()} if self.is_whole else None
 
 
 def await_cause(sender: Any, replica: str, pattern: str, timeout_s: float = 60.0) -> None:
     """Wait until an attempt of a replica has failed for this cause."""
-    until_s = time.monotonic() + timeout_s
-    while not re.search(pattern, sender.cause(replica)):
-        assert time.monotonic() < until_s, f"{replica} did not fail: {sender.cause(replica)!r}"
-        time.sleep(0.02)
+    until_s, cause = time.monotonic() + timeout_s, ""
+    while not re.search(pattern, cause):
+        assert time.monotonic() < until_s, f"{replica} did not fail: {cause!r}"
+        try:
+            sender.wait(replica, PolicyVersion("not offered", 0), timeout_s)
+        except WeightsFault as error:
+            cause = str(error)  # ends with the cause of the last failure
 
 
 def serve(pipe: Any) -> None:

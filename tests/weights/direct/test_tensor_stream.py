@@ -76,10 +76,8 @@ def test_buckets_hold_all_tensors_once_in_order_within_their_size():
     incoming = IncomingVersion()
     incoming.begin()
     for bucket in buckets:
-        assert incoming.is_receiving
         receive(incoming, bucket)
     incoming.finish()
-    assert not incoming.is_receiving
 
 
 @pytest.mark.parametrize("order", [(), (0,), (0, 1), (1,), (0, 2), (0, 0), (2, 1, 0)])

@@ -12,7 +12,6 @@ several machines, each machine runs such a process; on all machines except the f
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from baton.rollout.engines.whole_weights import ModelFiles, Skeleton, WholeWeigh
 from baton.rollout.processes.protocol import Progress, Start
 from baton.types import Abort, FromWorker, Lease, PolicyVersion, plain
 from baton.weights.direct.settings import DirectTransfer
+from baton.weights.direct.vllm_transport import free_port
 
 _STEP_S = 0.05
 """Seconds after which a replica answers a `Step` even if it has no reports."""
@@ -85,9 +85,7 @@ class ReplicaServer:
 
     def free_port(self, host: str) -> int:
         """Return a free port at an address of this machine, for connections between the processes of a replica."""
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-            port: int = found.getsockname()[1]
-            return port
+        return free_port(host)
 
     def handle(self, message: bytes, port: int = 0) -> bytes:
         """port: a free port on the first machine (`free_port`) if `message` is the `Start` of a replica that spans
