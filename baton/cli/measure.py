@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import Commands, Json, Overrides, RecipePath, show
+from baton.cli.options import Json, Overrides, RecipePath, command_group, show
 from baton.console import err, out, print_json
 
 
@@ -53,15 +53,7 @@ def profile(
     say(f"written: {write_to}; use it with baton plan --calibration {write_to}")
 
 
-bench_app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Measure this machine with a recipe's model and settings."
-)
-
-
-@bench_app.callback()
-def _bench() -> None:
-    """Make `bench` a command group. Without this callback, typer would not create a group, because `bench` has only one
-    command."""
+bench_app = command_group("Measure this machine with a recipe's model and settings.")
 
 
 @bench_app.command("rollout")

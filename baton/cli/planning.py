@@ -10,7 +10,6 @@ import typer
 from baton.cli.options import (
     Calibration,
     ClusterFile,
-    Commands,
     Html,
     Json,
     Model,
@@ -18,6 +17,7 @@ from baton.cli.options import (
     OptionalWorkload,
     Overrides,
     Workload,
+    command_group,
     print_written,
     show,
 )
@@ -183,13 +183,7 @@ def simulate(
         print_written(log, html, trace)
 
 
-cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a cluster for `baton plan`.")
-
-
-@cluster_app.callback()
-def _cluster() -> None:
-    """Make `cluster` a command group. Without this callback, typer would not create a group, because `cluster` has only
-    one command."""
+cluster_app = command_group("Describe a cluster for `baton plan`.")
 
 
 @cluster_app.command("describe")
