@@ -36,8 +36,7 @@ PROGRESS_S = 10.0
 def progress(
     report: Callable[[str], None], timeout: Callable[[float], Clock] = time_left
 ) -> Callable[[int, int], None]:
-    """Return a function for `RunOptions.on_step`. It reports how many train steps are simulated, at most once in
-    PROGRESS_S."""
+    """Return a function for `RunOptions.on_step` that reports the number of simulated steps once in PROGRESS_S."""
     left_s = timeout(PROGRESS_S)
 
     def on_step(step: int, num_steps: int) -> None:
