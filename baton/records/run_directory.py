@@ -179,7 +179,7 @@ class RunDirectory:
     def groups(self, step: int, source: Source = "batch") -> list[Group]:
         """Return recorded groups of a step. Raises UserError, which names the recorded steps, if the step is not
         recorded. Raises Damaged if the file cannot be read."""
-        file = self._groups_file(step, source, self._num_skipped(step))
+        file = self._groups_file(step, source, self._num_skipped(step) if source == "skipped" else 0)
         if not file.is_file():
             steps = self.recorded_steps(source)
             recorded = "none" if not steps else f"steps {steps[0]} to {steps[-1]}" if source == "batch" else f"{steps}"
