@@ -30,6 +30,7 @@ def profile(
     Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The calibration file is used
     by `baton plan --calibration` and by the predictions of a run.
     """
+    from baton.files import check_output
     from baton.profile.engine import keep_busy
     from baton.profile.measure import profile as measure
     from baton.profile.measure import write_calibration
@@ -40,6 +41,7 @@ def profile(
     if as_load:
         keep_busy(loaded)
 
+    check_output(write_to)
     say = (err if as_json else out).print
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
     found = measure(loaded, gpu, say, companion, num_steps=steps)

@@ -209,8 +209,10 @@ def describe(
     """
     from baton.cluster.inventory import as_toml
     from baton.cluster.ray.connection import describe_ray
-    from baton.files import write_whole
+    from baton.files import check_output, write_whole
 
+    if write_to is not None:
+        check_output(write_to)
     described = describe_ray(ray, base=base, name=name, with_cpus=with_cpus)
     text = as_toml(described)
     if write_to is not None:
