@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "finished", "stopped", "failed"]
 Start = Callable[["Observer", StopRequest], "Loop"]
-"""Function that runs a recipe until the run is complete or a stop is requested. The function closes and returns the
-run's `Loop`."""
+"""Function that runs a recipe until it is complete or a stop is requested, and returns the run's `Loop`, closed."""
 
 
 def train(
@@ -208,8 +207,7 @@ class TrainableRecipe(Recipe):
 
     @classmethod
     def of(cls, tree: dict[str, Any], where: str) -> Self:
-        """Return the recipe with these sections. Raises UserError with one line per mistake; each line begins with
-        `where`."""
+        """Return the recipe with these sections. Raises UserError with a line per mistake, beginning with `where`."""
         recipe = parse_recipe(cls, tree, where)
         recipe._tree = tree
         return recipe

@@ -1,5 +1,4 @@
-"""Contains the base class of events, retry delays, the rule for restarts of processes, and functions that run calls in
-daemon threads.
+"""The base class of events, retry delays, the rule for restarts of processes, and calls in daemon threads.
 
 A daemon thread never keeps the process alive, even if its call hangs.
 """
@@ -63,8 +62,7 @@ Clock = Callable[[], float]
 
 
 def time_left(seconds: float) -> Clock:
-    """Start a timeout of `seconds`, and return a function that returns how many seconds are left; the number is
-    negative after the timeout."""
+    """Start a timeout of `seconds`. Return a function that returns the seconds left; negative after the timeout."""
     now: Clock = time.monotonic
     end_s = now() + seconds
     return lambda: end_s - now()
@@ -82,6 +80,7 @@ _ALL_PER_LARGE: Final = 4
 are not large are, for example, the norms between the matrices of a model."""
 _ITEM_S: Final = 600.0
 """Maximum time in seconds that `in_order` waits for the result of one item."""
+_TOO_LATE: Final = f"encoding or storing a part of the weights took longer than {_ITEM_S:.0f} s"
 
 
 def begin(call: Callable[[], T]) -> Future[T]:
@@ -106,13 +105,7 @@ def run_into(future: Future[T], call: Callable[[], T]) -> None:
 def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
     """Run a call in a daemon thread and return its result. Raises DeadlineExceeded naming `who` after `timeout_s`. The
     thread then continues, and its result is discarded."""
-    future = begin(call)
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        if future.done():  # the call itself raised TimeoutError
-            raise
-        raise DeadlineExceeded(f"{who} did not answer in {timeout_s:.0f} s") from None
+    return _result(begin(call), timeout_s, f"{who} did not answer in {timeout_s:.0f} s")
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any, timeout_s: float, who: str) -> T:
@@ -146,7 +139,7 @@ def in_order(
         for item in items:
             while num_large == most or len(waiting) == _ALL_PER_LARGE * most:
                 num_large -= waiting[0][1]
-                yield _result(waiting.popleft()[0])
+                yield _result(waiting.popleft()[0], _ITEM_S, _TOO_LATE)
             call, future, is_large = partial(work, item), Future[R](), num_bytes(item) >= _LARGE
             waiting.append((future, is_large))
             num_large += is_large
@@ -159,7 +152,7 @@ def in_order(
                 num_started += 1
                 Thread(target=_run_all, args=(calls,), name="coder", daemon=True).start()
         while waiting:
-            yield _result(waiting.popleft()[0])
+            yield _result(waiting.popleft()[0], _ITEM_S, _TOO_LATE)
     finally:
         for _ in range(num_started):
             calls.put(None)
@@ -171,12 +164,12 @@ def _run_all(calls: SimpleQueue[tuple[Future[R], Callable[[], R]] | None]) -> No
         del call  # a result may be large
 
 
-def _result(future: Future[R]) -> R:
+def _result(future: Future[R], timeout_s: float, too_late: str) -> R:
     try:
-        return future.result(timeout=_ITEM_S)
-    except TimeoutError as error:
-        if future.done():
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():  # the call itself raised TimeoutError
             raise
-        raise DeadlineExceeded(f"encoding or storing a part of the weights took longer than {_ITEM_S:.0f} s") from error
+        raise DeadlineExceeded(too_late) from None
     finally:
         del future  # as in `run_into`

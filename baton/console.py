@@ -21,12 +21,13 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-_SEPARATORS = frozenset("\u2028\u2029")
-"""Characters that some programs display as line breaks, although Unicode does not count them as control characters."""
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories of the characters that `visible` replaces: control and format characters, lone surrogates, and the
+separators U+2028 and U+2029, which some programs display as line breaks."""
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:
-    """Return text with escapes such as `\\x1b` in place of control characters, format characters and lone surrogates.
+    """Return text in which escapes such as `\\x1b` replace control characters, format characters and lone surrogates.
 
     An escape sequence can move the terminal's cursor, a direction mark can reorder the displayed text, and a lone
     surrogate cannot be encoded. keep: characters that are not replaced; with keep="" the result is a single line.
@@ -91,16 +92,11 @@ def say(text: str) -> None:
 
 
 def wide_out() -> Console:
-    """Return the console for wide tables, which prints to standard output. If standard output is not a terminal, the
-    console is 120 columns wide."""
+    """Return the console for wide tables on standard output; 120 columns wide if that is not a terminal."""
     return out if out.is_terminal else Console(width=120)
 
 
 def _spelled(text: str, keep: str, spell: Callable[[str], str]) -> str:
     if text.isprintable():
         return text
-    return "".join(c if c in keep or c.isprintable() or not _is_control(c) else spell(c) for c in text)
-
-
-def _is_control(character: str) -> bool:
-    return character in _SEPARATORS or unicodedata.category(character) in ("Cc", "Cf", "Cs")
+    return "".join(spell(c) if unicodedata.category(c) in _ESCAPED and c not in keep else c for c in text)

@@ -62,8 +62,7 @@ class Suspect(NamedTuple):
 
 
 class TrainingDiverged(BatonError):
-    """A loss or a gradient is not finite, or the logprobs of engine and trainer differ by more than the error limits of
-    `[trainer]`."""
+    """A loss or gradient is not finite, or the logprobs of engine and trainer differ by more than [trainer] allows."""
 
     @property
     def suspects(self) -> list[Suspect]:
@@ -119,8 +118,7 @@ NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KIN
     WeightsFault: "WeightsFault",
     OSError: "OSError",
 }
-"""Class of an error → the error's name in a `Fault`. These names are independent of the class names, so that renaming a
-class does not change the messages."""
+"""Class of an error → its name in a `Fault`. Renaming a class must not change these names, which are in messages."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):

@@ -205,8 +205,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within the context, add `path` to each OSError that names no file, and convert I/O errors of safetensors to
-    OSError."""
+    """Add `path` to each OSError of the context that names no file; convert I/O errors of safetensors to OSError."""
     try:
         yield
     except SafetensorError as error:

@@ -1,5 +1,4 @@
-"""The base class of recipe sections. Each section is declared in the module that uses it; `recipe/recipe.py` combines
-the sections."""
+"""The base class of recipe sections, which the modules that use them declare and `recipe/recipe.py` combines."""
 
 from __future__ import annotations
 

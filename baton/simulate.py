@@ -13,7 +13,7 @@ from baton.clock import Clock, time_left
 from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings
 from baton.errors import UserError
-from baton.files import write_whole
+from baton.files import check_output, write_whole
 from baton.recipe.load import load_recipe
 from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
@@ -36,8 +36,7 @@ PROGRESS_S = 10.0
 def progress(
     report: Callable[[str], None], timeout: Callable[[float], Clock] = time_left
 ) -> Callable[[int, int], None]:
-    """Return a function for `RunOptions.on_step`. It reports how many train steps are simulated, at most once in
-    PROGRESS_S."""
+    """Return a function for `RunOptions.on_step` that reports the number of simulated steps once in PROGRESS_S."""
     left_s = timeout(PROGRESS_S)
 
     def on_step(step: int, num_steps: int) -> None:
@@ -95,6 +94,11 @@ def simulate(
     changes = SimulationOptions(
         given, steps, correlation, drift, judge_cv, recorded=recorded, is_detailed=faults is not None
     )
+    if sweep and (log is not None or trace is not None):
+        raise UserError("--sweep writes neither --log nor --trace, because it simulates several settings: remove them")
+    for path in (log, trace):
+        if path is not None:
+            check_output(Path(path))
     if html is not None:
         check_page(Path(html))
     failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, Path(faults))

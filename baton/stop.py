@@ -54,14 +54,11 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop, as if the signal `number` had arrived. 0 means that no signal has arrived."""
+        """Request a stop, as if the signal `number` had arrived. 0: a callback requests the stop."""
         if self.signal is None:
             self.signal = number
-            self._say(
-                "stopping after the current train step"
-                if number == 0
-                else "stopping after the current train step; press Ctrl-C again to exit immediately"
-            )
+            hint = "; press Ctrl-C again to exit immediately" if number else ""
+            self._say(f"stopping after the current train step{hint}")
             if self._interrupts:
                 raise Stopped
         elif number == signal.SIGINT:

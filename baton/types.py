@@ -510,8 +510,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     """Strings that end a trajectory when its text contains one of them. The token that completes the string is kept."""
     reports_kept: bool = False
-    """Report the kept tokens, and compute behavior logprobs over them. Requires top_k ≤ MAX_KEPT and a temperature
-    above 0."""
+    """Report the kept tokens, and compute behavior logprobs over them. Requires top_k ≤ MAX_KEPT, temperature > 0."""
 
     @property
     def max_kept(self) -> int:
@@ -527,8 +526,7 @@ class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """Prompt ids and the segments generated so far. A resume sends ids, never text."""
     sampling: SamplingParams
     noise_seed: int
-    """Seed of the sampling noise. Noise seed, group id, sample index and token position determine the noise of a
-    draw."""
+    """Seed of the sampling noise. With group id, sample index and token position, it determines the noise of a draw."""
     version: int
     """Number of the requested policy version."""
     is_exact: bool = True
@@ -555,8 +553,7 @@ class Report(msgspec.Struct, frozen=True, tag="Report"):
 
     lease_id: int
     token_offset: int
-    """Number of response tokens before `segments`. A receiver whose trajectory has another number of response tokens
-    does not append the segments."""
+    """Number of response tokens before `segments`. A receiver with another number does not append the segments."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False

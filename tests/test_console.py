@@ -163,9 +163,9 @@ def hostile_plan() -> Any:
 
 
 def observed(console: Console) -> None:
-    with TerminalObserver(console, 1, is_live=False) as observer:
-        observer.said(HOSTILE)
-        observer.evaluated(1, [filled(Evaluation)])
+    observer = TerminalObserver(console, 1)
+    observer.said(HOSTILE)
+    observer.evaluated(1, [filled(Evaluation)])
 
 
 def inputs_of(name: str) -> Inputs:

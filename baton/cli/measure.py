@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import Commands, Json, Overrides, RecipePath, show
+from baton.cli.options import Json, Overrides, RecipePath, command_group, show
 from baton.console import err, out, print_json
 
 
@@ -30,6 +30,7 @@ def profile(
     Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The calibration file is used
     by `baton plan --calibration` and by the predictions of a run.
     """
+    from baton.files import check_output
     from baton.profile.engine import keep_busy
     from baton.profile.measure import profile as measure
     from baton.profile.measure import write_calibration
@@ -40,6 +41,7 @@ def profile(
     if as_load:
         keep_busy(loaded)
 
+    check_output(write_to)
     say = (err if as_json else out).print
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
     found = measure(loaded, gpu, say, companion, num_steps=steps)
@@ -53,15 +55,7 @@ def profile(
     say(f"written: {write_to}; use it with baton plan --calibration {write_to}")
 
 
-bench_app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Measure this machine with a recipe's model and settings."
-)
-
-
-@bench_app.callback()
-def _bench() -> None:
-    """Make `bench` a command group. Without this callback, typer would not create a group, because `bench` has only one
-    command."""
+bench_app = command_group("Measure this machine with a recipe's model and settings.")
 
 
 @bench_app.command("rollout")

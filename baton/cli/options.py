@@ -81,6 +81,13 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+def command_group(about: str) -> typer.Typer:
+    """Return an empty group of commands. about: the group's help text."""
+    group = typer.Typer(cls=Commands, no_args_is_help=True, help=about)
+    group.callback()(lambda: None)  # without a callback, typer turns a group of one command into this command
+    return group
+
+
 def show(
     record: Shown, printer: Callable[[Console, Shown], None], *, as_json: bool, console: Console | None = None
 ) -> None:

@@ -10,7 +10,6 @@ import typer
 from baton.cli.options import (
     Calibration,
     ClusterFile,
-    Commands,
     Html,
     Json,
     Model,
@@ -18,6 +17,7 @@ from baton.cli.options import (
     OptionalWorkload,
     Overrides,
     Workload,
+    command_group,
     print_written,
     show,
 )
@@ -183,13 +183,7 @@ def simulate(
         print_written(log, html, trace)
 
 
-cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a cluster for `baton plan`.")
-
-
-@cluster_app.callback()
-def _cluster() -> None:
-    """Make `cluster` a command group. Without this callback, typer would not create a group, because `cluster` has only
-    one command."""
+cluster_app = command_group("Describe a cluster for `baton plan`.")
 
 
 @cluster_app.command("describe")
@@ -215,8 +209,10 @@ def describe(
     """
     from baton.cluster.inventory import as_toml
     from baton.cluster.ray.connection import describe_ray
-    from baton.files import write_whole
+    from baton.files import check_output, write_whole
 
+    if write_to is not None:
+        check_output(write_to)
     described = describe_ray(ray, base=base, name=name, with_cpus=with_cpus)
     text = as_toml(described)
     if write_to is not None:

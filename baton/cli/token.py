@@ -8,12 +8,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from baton.cli.options import Commands, Json, RunPath, show
+from baton.cli.options import Json, RunPath, command_group, show
 from baton.console import err, out, print_json, wide_out
 from baton.errors import UserError
 from baton.swarm.auth import DEFAULT_TOKEN_FILE, Role, ShownToken, TokenFile, digest_of, parse_duration, write_private
 
-token_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Create, list and revoke the access tokens of a hub.")
+token_app = command_group("Create, list and revoke the access tokens of a hub.")
 
 File = Annotated[Path, typer.Option("--file", help="Token file of the hub.")]
 

@@ -149,8 +149,7 @@ def _run(start: Start, recipe: Recipe, as_json: bool) -> None:
 
 
 def _exit_code(stop: StopRequest) -> int:
-    """Return the exit code of an incomplete run: 143 after SIGTERM, so that a supervisor restarts the run; otherwise
-    0."""
+    """Return the exit code of a stopped run: 143 after SIGTERM, so that a supervisor restarts the run; otherwise 0."""
     return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 

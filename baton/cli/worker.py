@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 
 TURNS = {"sleep": False, "wake": True, "held": None}
-"""Commands that a worker with `--tied` reads from standard input. For each command, the worker calls
-`SwarmWorker.use_device` with the value in this dict. The worker answers each command with one line: the number of bytes
-of device memory that its engine uses."""
+"""Command that a worker with `--tied` reads from standard input → argument of `SwarmWorker.use_device`. The worker
+answers each command with one line: the number of bytes of device memory that its engine uses."""
 
 
 def worker(

@@ -67,8 +67,7 @@ MAY_CHANGE = (
 """Keys, and whole sections, that a resumed run may change. In `sync`, such a change does not affect the run's results.
 The only exception is a changed limit that a call exceeds."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
-"""A resumed run must not change this key, because observations depend on it. It may change the other keys of the
-section, which is in `MAY_CHANGE`."""
+"""The only key of a section in `MAY_CHANGE` that must not change, because observations depend on it."""
 
 
 FROM_NEXT_STEP = (

@@ -27,7 +27,7 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping
 
     If `path` does not exist, it may be the name of a shipped recipe. Likewise, `model.path` may name a shipped model. A
     relative path in the file is relative to the file's directory if it exists there, otherwise to the current
-    directory. If `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
+    directory.
     """
     tree = read_tree(path)
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(key_and_value, overrides)
@@ -78,8 +78,7 @@ FUNCTIONS = ("task.environment", "eval.task.environment", "reward.function")
 
 
 def _find_beside(tree: dict[str, Any], directory: Path) -> None:
-    """Replace relative paths that exist in the recipe's directory. All other relative paths are relative to the current
-    directory."""
+    """Replace relative paths that exist in the recipe's directory; others stay relative to the current directory."""
     for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
         *parents, last = key.split(".")
         nodes: list[Any] = [tree]

@@ -142,19 +142,20 @@ class Recipe(Settings):
                 f'weights.transport: got "{got}" with engine.kind = "{self.engine.kind}", but direct transfers use '
                 'vLLM\'s weight transfer; use "store", or engine.kind = "vllm"'
             )
-        count, own = self.engine.vllm.replicas, self.engine.vllm
-        if self.engine.kind == "vllm" and count > 1 and got == "store":
+        vllm = self.engine.vllm
+        has_replicas = self.engine.kind == "vllm" and vllm.replicas > 1
+        if has_replicas and got == "store":
             raise ValueError(
-                f'engine.vllm.replicas: got {count} with weights.transport = "store", but several engines in one run '
-                'load versions directly; use weights.transport = "direct", or replicas = 1 and swarm.workers'
+                f'engine.vllm.replicas: got {vllm.replicas} with weights.transport = "store", but several engines in '
+                'one run load versions directly; use weights.transport = "direct", or replicas = 1 and swarm.workers'
             )
-        if self.engine.kind == "vllm" and count > 1 and (own.lora_rank or self.rollout.is_colocated):
-            other = "engine.vllm.lora_rank" if own.lora_rank else 'rollout.placement = "colocated"'
+        if has_replicas and (vllm.lora_rank or self.rollout.is_colocated):
+            other = "engine.vllm.lora_rank" if vllm.lora_rank else 'rollout.placement = "colocated"'
             raise ValueError(
-                f"engine.vllm.replicas: got {count} with {other}, which was never tested; use replicas = 1, or remove "
-                "the other key"
+                f"engine.vllm.replicas: got {vllm.replicas} with {other}, which was never tested; use replicas = 1, or "
+                "remove the other key"
             )
-        if got == "sparse" and self.engine.vllm.quantization is not None:
+        if got == "sparse" and vllm.quantization is not None:
             raise ValueError(
                 'weights.transport: got "sparse" with engine.vllm.quantization, but quantised weights '
                 'cannot be changed element by element; use "direct"'
@@ -180,19 +181,17 @@ class Recipe(Settings):
         return next((task.name for task in self.task if task.environment is not None), None)
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """Return the values of this run on the axes of `support.toml`. The result omits axes that the recipe does not
-        determine."""
-        trainer, swarm = self.trainer, self.swarm
+        """Return the values of this run on the axes of `support.toml` that a recipe determines."""
+        trainer = self.trainer
         shapes = {
             "tensor_parallel": trainer.tensor_parallel > 1,
             "stages": trainer.num_stages > 1,
             "copies": (trainer.shard_size or trainer.ranks) < trainer.ranks,
+            "ranks": trainer.ranks > 1,
+            "compiled": trainer.compile,
         }
-        shapes["ranks"] = trainer.ranks > 1
-        shapes |= {"compiled": trainer.compile, "one_process": True}
         models = ("generative" if each.starts_server else "classifier" for each in self.reward if each.kind == "model")
-        places = {"ray": self.fleet.ray, "swarm": swarm.is_on, "processes": bool(self.engine.processes)}
-        places["in_process"] = True
+        places = {"ray": self.fleet.ray, "swarm": self.swarm.is_on, "processes": bool(self.engine.processes)}
         tasks = (*self.task, *self.eval.task)
         sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in tasks)
         return {
@@ -200,8 +199,8 @@ class Recipe(Settings):
             "placement": (self.rollout.placement,),
             "engine": (self.engine.kind,),
             "vllm": self.engine.vllm_parts,
-            "workers": (next(name for name, is_so in places.items() if is_so),),
-            "trainer": (next(name for name, is_so in shapes.items() if is_so),),
+            "workers": (next((name for name, applies in places.items() if applies), "in_process"),),
+            "trainer": (next((name for name, applies in shapes.items() if applies), "one_process"),),
             "optimizer": (trainer.optimizer,),
             "head": (self.model.head_dtype,),
             "sampling": ("truncated" if self.rollout.max_kept else "whole",),

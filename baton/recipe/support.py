@@ -38,16 +38,6 @@ class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     experimental: str = ""
     refused: str = ""
 
-    @property
-    def status(self) -> str:
-        """Status of the matching runs: `tested`, `experimental` or `refused`."""
-        return "refused" if self.refused else "experimental" if self.experimental else "tested"
-
-    @property
-    def why(self) -> str:
-        """Name of the test if the status is `tested`; otherwise a sentence that states the reason."""
-        return self.test or self.experimental or self.refused
-
     def describes(self, axis: str, value: str) -> bool:
         """Return True if `value` is one of the values that `when` lists for `axis`."""
         return value in self.when.get(axis, ())
@@ -100,7 +90,6 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def is_single(entry: SupportEntry, axis: str) -> bool:
-    """Return True if `entry` describes values of `axis` alone: `entry.when` has no other axis, or it has only default
-    values."""
+    """Return True if `entry` describes values of `axis` alone, or only default values of several axes."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())

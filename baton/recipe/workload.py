@@ -88,14 +88,15 @@ def workload_of_run(path: Path) -> Workload:
     steps = run.recorded_steps()
     if not steps:
         raise UserError(f"{path} has no recorded trajectories, so their lengths cannot be measured")
-    trajectories = [m.trajectory for step in steps for group in run.groups(step) for m in group.members]
+    trajectories = (m.trajectory for step in steps for group in run.groups(step) for m in group.members)
+    prompts, outputs = zip(*((len(t.prompt_ids), max(1, t.num_tokens)) for t in trajectories), strict=True)
     rows = read_metrics(path)
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
     judged = [row["time/judge"] for row in rows if "time/judge" in row]
     return msgspec.structs.replace(
         recipe_workload(recipe),
-        prompt=measured([len(t.prompt_ids) for t in trajectories]),
-        output=measured([max(1, t.num_tokens) for t in trajectories]),
+        prompt=measured(prompts),
+        output=measured(outputs),
         trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,
         reward_latency_s=statistics.median(judged) if judged else 0.0,
         reward_concurrency=1_000_000,
@@ -106,7 +107,4 @@ def read_settings(kind: type[Kind], path: Path) -> Kind:
     """Read a TOML file of the given kind. Raises UserError, which names the file."""
     if not path.is_file():
         raise UserError(f"there is no file {path} (relative to {Path.cwd()})")
-    try:
-        return load_recipe(kind, path)
-    except UserError as error:
-        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
+    return load_recipe(kind, path)

@@ -29,8 +29,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     task: str
     num_prompts: int
     samples: int
-    """Number of responses per prompt (k). For the combined task `all`: 1 if the tasks have different numbers of
-    responses."""
+    """Number of responses per prompt (k). For the combined task `all`: 1 if its tasks have different numbers."""
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
@@ -69,21 +68,20 @@ def shown_share(share: Interval | None) -> str:
 
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:
     """Return the metrics of one evaluation by name."""
-    if result.temperature == 0:
-        values = {} if result.accuracy is None else {f"eval/{result.task}/greedy": result.accuracy.value}
-        return values if result.reward is None else {**values, f"eval/{result.task}/greedy_reward": result.reward}
-    values = {f"eval/{result.task}/response_length": result.mean_length_tokens}
-    if result.unjudged:
-        values[f"eval/{result.task}/unjudged"] = result.unjudged
-    if result.accuracy is not None:
-        values[f"eval/{result.task}/avg@{result.samples}"] = result.accuracy.value
-    if result.reward is not None:
-        values[f"eval/{result.task}/reward"] = result.reward
-        parts = result.parts if len(result.parts) > 1 else {}
-        values |= {f"eval/{result.task}/reward/{name}": value for name, value in parts.items()}
-    if result.pass_at_k is not None and result.samples > 1:
-        values[f"eval/{result.task}/pass@{result.samples}"] = result.pass_at_k.value
-    return values
+    accuracy = None if result.accuracy is None else result.accuracy.value
+    values = {"greedy": accuracy, "greedy_reward": result.reward}
+    if result.temperature:
+        values = {
+            "response_length": result.mean_length_tokens,
+            "unjudged": result.unjudged or None,
+            f"avg@{result.samples}": accuracy,
+            "reward": result.reward,
+        }
+        if result.reward is not None and len(result.parts) > 1:
+            values |= {f"reward/{name}": value for name, value in result.parts.items()}
+        if result.pass_at_k is not None and result.samples > 1:
+            values[f"pass@{result.samples}"] = result.pass_at_k.value
+    return {f"eval/{result.task}/{name}": value for name, value in values.items() if value is not None}
 
 
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:

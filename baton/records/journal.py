@@ -37,8 +37,7 @@ CREATE TABLE IF NOT EXISTS entries (
 
 
 class EntryKey(NamedTuple):
-    """Key of an entry. `number` is the id of the group to which the entry belongs. For an entry that belongs to no
-    group, it is a train step or 0."""
+    """Key of an entry. `number`: id of the entry's group; a train step or 0 if the entry belongs to no group."""
 
     kind: str
     number: int = 0
@@ -107,19 +106,14 @@ _GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_
 _OF_AN_EPISODE = ("episode", "path", "turn")
 """Kinds of entries that belong to an open multi-turn episode."""
 _ORDER = {"segments": 1, "finished": 2}
-"""Order in which a group's entries are read: entries of kind `segments` after all other kinds, and entries of kind
-`finished` last."""
+"""Order in which the entries of a group are read. Kinds that are not listed come first."""
 
 
 class Journal:
     """The journal of one run. Only one thread may write to the journal."""
 
     def __init__(
-        self,
-        path: Path | None,
-        *,
-        keeps_partials: bool,
-        before_commit: Callable[[], None] = lambda: None,
+        self, path: Path | None, *, keeps_partials: bool, before_commit: Callable[[], None] = lambda: None
     ) -> None:
         """Open or create the journal. Raises StorageFault if the journal is damaged.
 
@@ -145,10 +139,8 @@ class Journal:
             flush_to_disk(path.parent)
 
     def _check_format(self) -> None:
-        (version,), (tables,) = (
-            self._db.execute(question).fetchone()
-            for question in ("PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
-        )
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and version != FORMAT:
             raise StorageFault(
                 f"{self._path} has format {version}, but this version of Baton reads format {FORMAT}; resume with the "
@@ -160,9 +152,7 @@ class Journal:
         (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(" ".join(found.split()))
-        for *key, content, digest in self._db.execute(
-            "SELECT kind, number, sample, token_offset, content, digest FROM entries"
-        ):
+        for *key, content, digest in self._db.execute("SELECT * FROM entries"):
             if digest != _digest(key, content):
                 raise sqlite3.DatabaseError(f"the digest of the entry {key} is wrong")
 
@@ -177,8 +167,7 @@ class Journal:
             self._put(EntryKey("segments", group_id, sample_index, token_offset), segments)
 
     def finished(self, trajectory: Trajectory, episode: Episode | None = None) -> None:
-        """Record a complete trajectory. `episode`: the episode of a multi-turn task, kept until the reward is
-        recorded."""
+        """Record a complete trajectory. `episode`: of a multi-turn task, kept until the reward is recorded."""
         key = (trajectory.group_id, trajectory.sample_index)
         self._remove(("segments", "judged", *_OF_AN_EPISODE), *key)
         self._put(EntryKey("finished", *key), trajectory)
@@ -186,8 +175,7 @@ class Journal:
             self._put(EntryKey("episode", *key), episode)
 
     def turn_ended(self, trajectory: Trajectory) -> None:
-        """Record that a turn of a multi-turn episode has ended, and that the turn's action is sent to the
-        environment."""
+        """Record that a turn of a multi-turn episode has ended, so its action is sent to the environment."""
         if self._keeps_partials:
             self._put(EntryKey("turn", trajectory.group_id, trajectory.sample_index), trajectory.num_tokens)
 
@@ -226,8 +214,7 @@ class Journal:
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
-        """Delete the tokens and the reward of a trajectory that is no longer trusted. The trajectory starts again from
-        its prompt."""
+        """Delete tokens and reward of a trajectory that is not trusted, so that it starts again from its prompt."""
         self._remove(("segments", "finished", "judged", *_OF_AN_EPISODE), group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
@@ -235,8 +222,7 @@ class Journal:
         self._put(EntryKey("discarded", group_id), cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step's batch, and settle the journal. Call this method before the batch is written to
-        the run's directory."""
+        """Record the metrics of a step's batch, and settle, before the batch is written to the run's directory."""
         self._put(EntryKey("batch", step), metrics)
         self.settle()
 
@@ -306,8 +292,7 @@ class Journal:
         return [self._open_group(issued) for key, issued in self._find(("group",)) if key.number not in gone]
 
     def groups_of(self, step: int) -> list[int]:
-        """Return the ids of the groups in a step's batch, or an empty list if a checkpoint includes the training on the
-        batch."""
+        """Return the ids of the groups in a step's batch; empty if a checkpoint includes the training on the batch."""
         return [key.number for key, at in self._find(("consumed",)) if at == step]
 
     def _gone(self, step: float) -> set[int]:

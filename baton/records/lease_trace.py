@@ -67,8 +67,7 @@ class LeaseTrace:
             self._open_span(held, self.clock())
 
     def on_report(self, message: FromWorker) -> None:
-        """Count the tokens of a report. End the lease if the report says that the trajectory is finished, aborted or
-        refused."""
+        """Count the tokens of a report. End the lease if the trajectory is finished, aborted or refused."""
         held = self._held.get(message.lease_id)
         if held is None:
             return
@@ -104,8 +103,7 @@ class LeaseTrace:
             self._open_span(next(iter(of_engine.waiting.values())), now_s)
 
     def paused(self) -> None:
-        """End the spans of all leases that have a slot, because engines generate no tokens until `continued` is
-        called."""
+        """End the spans of all leases that have a slot: engines generate no tokens until `continued` is called."""
         now_s = self.clock()
         for held in self._held.values():
             if held.lane is not None:

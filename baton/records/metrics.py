@@ -56,8 +56,7 @@ class LogSettings(Settings):
 
 
 class MetricsWriter:
-    """Writes the metrics of each step to metrics.jsonl, with one JSON object per line, and to the loggers of the recipe
-    (sinks). A resumed run first removes the rows of metrics.jsonl after its checkpoint."""
+    """Writes the metrics of each step to metrics.jsonl (JSON lines) and to the loggers of the recipe (sinks)."""
 
     def __init__(
         self,
@@ -99,8 +98,7 @@ class MetricsWriter:
 
 
 class TensorBoard:
-    """Sink that writes event files in `tensorboard/`. It writes in the calling thread, because a writer thread would
-    hide errors."""
+    """Sink that writes event files in `tensorboard/`, in the calling thread: a writer thread would hide errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -130,11 +128,8 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """Sink that writes to a run at Weights & Biases, which has the name of Baton's run and continues when Baton's run
-    is resumed.
-
-    If the start fails, an error is raised. If a later write fails, the failure is logged once, and Baton's run
-    continues without Weights & Biases, because `metrics.jsonl` has all metrics.
-    """
+    is resumed. If a write fails, the failure is logged once, and Baton's run continues without Weights & Biases,
+    because metrics.jsonl has all metrics."""
 
     def __init__(self, directory: Path, project: str) -> None:
         """Start a run at Weights & Biases with the recipe in `directory`. Raises UserError if this fails."""
@@ -161,29 +156,24 @@ class WeightsAndBiases:
         self._is_broken = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        if self._is_broken:
-            return
-        try:
-            self._run.log({"step": step, **values})
-        except Exception as error:  # noqa: BLE001  # a failure of W&B must not stop the run
-            self._break(error, f"from step {step} on")
+        self._attempt(f"from step {step} on", lambda: self._run.log({"step": step, **values}))
 
     def close(self) -> None:
+        self._attempt("at the end", self._run.finish)
+
+    def _attempt(self, when: str, call: Callable[[], None]) -> None:
         if self._is_broken:
             return
         try:
-            self._run.finish()
-        except Exception as error:  # noqa: BLE001  # as above
-            self._break(error, "at the end")
-
-    def _break(self, error: Exception, when: str) -> None:
-        self._is_broken = True
-        logger.warning(
-            "Weights & Biases failed and receives no more metrics %s (%s: %s); metrics.jsonl has all metrics",
-            when,
-            type(error).__name__,
-            error,
-        )
+            call()
+        except Exception as error:  # noqa: BLE001  # a failure of W&B must not stop the run
+            self._is_broken = True
+            logger.warning(
+                "Weights & Biases failed and receives no more metrics %s (%s: %s); metrics.jsonl has all metrics",
+                when,
+                type(error).__name__,
+                error,
+            )
 
 
 def _wandb_id(directory: Path) -> str:

@@ -18,12 +18,9 @@ FILE = "predictions.json"
 MEMORY = "trainer memory"
 """Name of the term whose prediction depends on the number of tokens of the run's largest microbatch."""
 TOLERANCE = 0.15
-"""A prediction counts as wrong (`Comparison.is_off`) if the ratio of the measured to the predicted value differs from 1
-by more than this number. If the unit of the term is `share`, the prediction counts as wrong if the difference of the
-two values exceeds this number."""
+"""Maximum absolute value of `Comparison.error` for a prediction that counts as correct."""
 WARM_SHARE = 0.2
-"""The means of measured values exclude the first steps of a run. This number is the excluded fraction of its train
-steps."""
+"""Fraction of a run's train steps that means of measured values exclude, at the start of the run."""
 
 Row = Mapping[str, float]
 
@@ -49,15 +46,14 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "reward model idle": ("share", lambda row: 1 - row["time/reward_model_busy"] / row["perf/step_time"]),
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
-"""For each term that is predicted: its name, its unit, and a function that computes its measured value from a row of
-metrics. The function raises KeyError if the row lacks a metric. The response length is an input of the other
-predictions: if the measured length differs, the other terms differ too."""
+"""Name of a predicted term → its unit, and a function that computes its measured value from a row of metrics. The
+function raises KeyError if the row lacks a metric. The response length is an input of the other predictions: if the
+measured length differs, the other terms differ too."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]
-"""The trainer's memory as a function of the size of the largest microbatch. Each pair contains a number of tokens,
-including padding, and the memory in bytes if the largest microbatch has this number of tokens. The pairs are in
-ascending order; the last one is for the largest microbatch that the recipe allows."""
+"""Pairs (tokens of the largest microbatch including padding, the trainer's memory in bytes), in ascending order. The
+last pair is for the largest microbatch that the recipe allows."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -66,12 +62,11 @@ class Prediction(msgspec.Struct, frozen=True):
     term: str
     value: float
     by_tokens: MemoryByTokens = ()
-    """Only for the term `MEMORY`: the predicted memory for several sizes of the largest microbatch. The field `value`
-    is then the memory in the last pair, which assumes responses of the maximum length."""
+    """Only for the term `MEMORY`. The field `value` is then the memory in the last pair, which assumes responses of the
+    maximum length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the value that is predicted if the largest microbatch has `tokens` tokens. With `tokens` = None,
-        return the value for the maximum number."""
+        """Return the value predicted for a largest microbatch of `tokens` tokens; None: of the maximum number."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T
@@ -119,8 +114,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """Mean over train steps; for memory, the maximum."""
 
     error: float | None
-    """Relative error: the ratio of the measured to the predicted value, minus 1. If the unit is `share` or the
-    predicted value is 0, it is instead the measured value minus the predicted value."""
+    """Measured value divided by predicted value, minus 1. If the unit is `share` or the predicted value is 0: measured
+    value minus predicted value."""
     is_off: bool
     """Whether the absolute value of `error` exceeds `TOLERANCE`."""
     assumption: str = ""
@@ -128,7 +123,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def num_warm(num_steps: int) -> int:
-    """Return how many train steps at the start of a run of `num_steps` steps the means of measured values exclude."""
+    """Return the number of first train steps that means over a run of `num_steps` steps exclude."""
     return max(min(1, num_steps - 1), int(WARM_SHARE * num_steps))
 
 
@@ -139,8 +134,7 @@ def steady_rows(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
-    """Compare predictions with a run's metrics. `rows`: rows of metrics.jsonl, of which evaluations and the first train
-    steps (`WARM_SHARE`) are omitted."""
+    """Compare predictions with the rows of metrics.jsonl, without evaluations and the first train steps."""
     steps = steady_rows([row for row in rows if row["step"] > predictions.after_step])
     tokens, found = _peak_tokens(steps), []
     told_of = {each.term: each for each in predictions.terms}
@@ -156,8 +150,7 @@ def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, 
 
 
 def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
-    """Return a metric `measured_over_predicted/TERM` for each term: the measured value divided by the predicted value.
-    Terms without a measured value, and terms with the prediction 0, are omitted."""
+    """Return `measured_over_predicted/TERM` → ratio, for terms with a measured value and a prediction above 0."""
     tokens = _peak_tokens([row])
     found = ((each.term, each.at(tokens), _measured([row], *TERMS[each.term])) for each in predictions.terms)
     return {
@@ -168,7 +161,7 @@ def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
 
 
 def _peak_tokens(rows: Sequence[Row]) -> float | None:
-    """Return the number of tokens of the largest microbatch, or None if the metrics do not contain it."""
+    """Return the number of tokens of the largest microbatch; None if the metrics lack it."""
     return max((row[key] for row in rows if (key := "perf/trainer_peak_tokens") in row), default=None)
 
 

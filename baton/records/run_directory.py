@@ -1,5 +1,4 @@
-"""The directory of a run, with its recipe, environment, results and the state from which it resumes. docs/runs.md lists
-the files."""
+"""The directory of a run: recipe, environment, results, and the state from which it resumes (files: docs/runs.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -51,8 +50,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """`lock`: the directory's lock, without which a process must not write. Without a lock, `check_held` does
-        nothing."""
+        """`lock`: the directory's lock. A process without it must not write, and `check_held` then does nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -63,8 +61,7 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError if the path contains a run and `overwrite` is False, or if it contains files that do not
-        belong to a run."""
+        """Raise UserError if the path contains a run and `overwrite` is False, or files that belong to no run."""
         if not path.exists():
             return
         if not path.is_dir():
@@ -174,8 +171,7 @@ class RunDirectory:
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
-        """Remove a step's recorded batch from the run by renaming its file. Earlier skipped batches of the step are
-        kept."""
+        """Remove a step's recorded batch by renaming its file. Earlier skipped batches of the step are kept."""
         self.check_held()
         self._groups_file(step).rename(self._groups_file(step, "skipped", self._num_skipped(step) + 1))
         flush_to_disk(self._trajectories)
@@ -183,7 +179,7 @@ class RunDirectory:
     def groups(self, step: int, source: Source = "batch") -> list[Group]:
         """Return recorded groups of a step. Raises UserError, which names the recorded steps, if the step is not
         recorded. Raises Damaged if the file cannot be read."""
-        file = self._groups_file(step, source, self._num_skipped(step))
+        file = self._groups_file(step, source, self._num_skipped(step) if source == "skipped" else 0)
         if not file.is_file():
             steps = self.recorded_steps(source)
             recorded = "none" if not steps else f"steps {steps[0]} to {steps[-1]}" if source == "batch" else f"{steps}"
@@ -209,8 +205,7 @@ class RunDirectory:
     def write_evaluation(
         self, step: int, results: Sequence[Evaluation], groups: Mapping[Source, Sequence[Group]] = {}
     ) -> None:
-        """Write the evaluations of a step, with their groups. Earlier records of evaluations of this step and of later
-        steps are removed."""
+        """Write the evaluations of a step, with their groups, in place of records of this step and of later steps."""
         for source, evaluated in groups.items():
             self.write_groups(step, evaluated, source)
         self.check_held()
@@ -301,10 +296,8 @@ def _commit() -> str | None:
 def processor_name() -> str:
     """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
-    names: Iterator[str] = iter(())
-    if info.exists():
-        names = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
-    return next(names, platform.processor())
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
 
 
 def _version(package: str) -> str | None:

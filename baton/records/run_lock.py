@@ -57,8 +57,7 @@ class RunLock:
     """The lock of a run's directory, held by this process."""
 
     def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
-        """`made`: directories that `take` created, deepest first. `release` removes these directories if no run was
-        started."""
+        """`made`: directories that `take` created, deepest first; `release` removes them if no run was started."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
     @classmethod

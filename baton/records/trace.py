@@ -57,8 +57,8 @@ class Tracer(Protocol):
 
 
 def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide the spans of a trace into periods in which no span is missing. A period ends at each mark `BEGIN` or
-    `GAP`. Marks and empty periods are omitted."""
+    """Divide the spans of a trace at its marks `BEGIN` and `GAP` into periods in which no span is missing. Marks and
+    empty periods are omitted."""
     found: list[list[Span]] = [[]]
     for span in spans:
         if span.name in (BEGIN, GAP):
@@ -69,8 +69,8 @@ def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
-    """Return two lists: the names of all actors except workers, with the trainer first, and the names of the workers.
-    Both lists are sorted by name, and numbers in names are compared as numbers."""
+    """Return the names of all actors except workers, with the trainer first, and the names of the workers. Both lists
+    are sorted by name, and numbers in names are compared as numbers."""
     found: dict[str, bool] = {}
     for span in spans:
         found[span.actor] = found.get(span.actor, False) or span.name == "generate"
@@ -84,8 +84,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Maximum number of spans that wait in memory for the next `flush`. Further spans are dropped, and a mark `GAP` is
-recorded."""
+"""Maximum number of spans in memory. Further spans are dropped until the next `flush`, with a mark `GAP`."""
 LIMIT_BYTES = 32_000_000
 """Maximum size of a run's trace. If a trace becomes larger, spans in its middle are deleted."""
 
@@ -128,8 +127,7 @@ class TraceWriter:
         self.span(name, "trainer", 0, now_s, now_s, **facts)
 
     def flush(self) -> None:
-        """Write the recorded spans to the file, without waiting for the disk. Only one thread may call this method.
-        Raises OSError."""
+        """Write the recorded spans, without waiting for the disk. Only one thread may call this. Raises OSError."""
         with self._lock:
             spans, self._pending, self._is_overfull = self._pending, [], False
         if self._directory is None or not spans:
@@ -177,8 +175,7 @@ def trace_files(directory: Path) -> tuple[Path, Path, Path]:
 
 
 def read_trace(directory: Path) -> list[Span]:
-    """Return a run's spans in the order in which they were recorded, with a mark `GAP` in place of deleted spans.
-    Return an empty list if there is no trace."""
+    """Return a run's spans in recorded order, with a mark `GAP` in place of deleted spans; empty without a trace."""
     spans: list[Span] = []
     part = 0
     for path in trace_files(directory):
@@ -215,8 +212,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the duration of the context to the stage `name`. `span`: name of the span in the trace; the default is
-        `name`."""
+        """Add the duration of the context to the stage `name`. `span`: name of the span; the default is `name`."""
         begin_s = self.now_s()
         try:
             yield
@@ -226,12 +222,9 @@ class StageTimer:
             self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
 
     def take(self) -> dict[str, float]:
-        """Return a dictionary of stage name → seconds since the last call, and reset all stages to zero."""
+        """Return stage name → seconds since the last call, and reset all stages to zero."""
         taken, self.seconds = self.seconds, {}
         return taken
-
-
-_US = 1e6
 
 
 def chrome_trace(spans: Sequence[Span]) -> bytes:
@@ -253,7 +246,7 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
         events.append(_name("thread_name", pids[actor], _tid(lane), name=_lane_name(actor in workers, lane)))
         events.append(_name("thread_sort_index", pids[actor], _tid(lane), sort_index=_tid(lane)))
     for span in sorted(spans, key=lambda span: span.begin_s):
-        begin, end = round((span.begin_s - zero_s) * _US), round((span.end_s - zero_s) * _US)
+        begin, end = (round((at_s - zero_s) * 1e6) for at_s in (span.begin_s, span.end_s))
         place = {"name": span.name, "ts": begin, "pid": pids[span.actor], "tid": _tid(span.lane), "args": span.facts}
         if span.end_s > span.begin_s:
             events.append({**place, "ph": "X", "cat": "baton", "dur": end - begin})

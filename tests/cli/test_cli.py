@@ -63,6 +63,20 @@ def test_the_version_is_printed() -> None:
     assert invoke("--version")[0].strip() == package.__version__
 
 
+@pytest.mark.parametrize(
+    ("arguments", "function"),
+    [
+        (("profile", "quickstart"), "baton.profile.measure.profile"),
+        (("cluster", "describe", "--ray", "auto"), "baton.cluster.ray.connection.describe_ray"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    arguments: tuple[str, ...], function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function, lambda *_, **__: pytest.fail("the work was done first"))
+    assert mistake(*arguments, "--out", "/no/such/file.toml").startswith("cannot write /no/such/file.toml")
+
+
 def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path) -> None:
     """Parameters: embedding 300 · 32 (tied) + 2 layers + the last norm. One of four ranks holds a quarter of the state,
     and whole gradients unless they are sharded."""

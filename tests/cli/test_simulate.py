@@ -227,6 +227,10 @@ def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
         (["--recipe", RECIPE, "--calibration", "nowhere.toml"], "nowhere.toml"),
         (["--recipe", RECIPE, "rollout.mod=1"], "rollout.mod"),
         (["--recipe", RECIPE, "--html", "/no/such/place.html"], "cannot write /no/such/place.html"),
+        (["--recipe", RECIPE, "--trace", "/no/such/trace.json"], "cannot write /no/such/trace.json"),
+        (["--recipe", RECIPE, "--log", "/no/such/log"], "cannot write /no/such/log"),
+        (["--recipe", RECIPE, "--sweep", "max_staleness=0,4", "--log", "log"], "--sweep writes neither --log nor"),
+        (["--recipe", RECIPE, "--sweep", "max_staleness=0,4", "--trace", "t"], "--sweep writes neither --log nor"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[object], said: str) -> None:

@@ -18,7 +18,7 @@ def support_page() -> str:
     for axis in table.axis:
         lines += [f"### {axis.title}", "", "| value | status | test or reason |", "|---|---|---|"]
         lines += [
-            f"| {_named(entry.when[axis.name], axis.default)} | {entry.status} | {_reason(entry)} |"
+            f"| {_named(entry.when[axis.name], axis.default)} | {_status(entry)} | {_reason(entry)} |"
             for entry in table.support
             if is_single(entry, axis.name)
         ]
@@ -26,7 +26,7 @@ def support_page() -> str:
     lines += ["### Combinations", "", "| combination | status | test or reason |", "|---|---|---|"]
     for entry in (entry for entry in table.support if not any(is_single(entry, axis) for axis in entry.when)):
         when = "; ".join(f"{axis}: {_named(values)}" for axis, values in entry.when.items())
-        lines.append(f"| {when} | {entry.status} | {_reason(entry)} |")
+        lines.append(f"| {when} | {_status(entry)} | {_reason(entry)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -39,7 +39,7 @@ def support_gaps() -> str:
             names = entry.when["architecture"]
             more = ", …" if len(names) > MAX_ARCHITECTURES else ""
             lines.append(f"{_named(names[:MAX_ARCHITECTURES])}{more}: {_without_key(_reason(entry))}")
-        elif entry.status != "tested" and not others:
+        elif not entry.test and not others:
             lines.append(f"{axis} {_named(values)}: {_without_key(_reason(entry))}")
     return "".join(
         textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"
@@ -57,9 +57,13 @@ def _without_key(sentence: str) -> str:
     return sentence if " " in key else rest
 
 
+def _status(entry: SupportEntry) -> str:
+    return "refused" if entry.refused else "experimental" if entry.experimental else "tested"
+
+
 def _reason(entry: SupportEntry) -> str:
     """Return the test's name as Markdown code, or the sentence with words in place of its placeholders."""
     if entry.test:
         return f"`{entry.test}`"
-    words = {field: f"this {field}" for _, field, _, _ in string.Formatter().parse(entry.why) if field}
-    return entry.why.format(**words) if entry.refused else entry.why
+    words = {field: f"this {field}" for _, field, _, _ in string.Formatter().parse(entry.refused) if field}
+    return entry.experimental or entry.refused.format(**words)

@@ -17,7 +17,7 @@ STEP = {
 
 def line(**more: float) -> str:
     file = io.StringIO()
-    with TerminalObserver(Console(file=file, width=300), 10, is_live=False) as observer:
+    with TerminalObserver(Console(file=file, width=300), 10) as observer:
         observer.stepped(3, {**STEP, **{name.replace("__", "/"): value for name, value in more.items()}})
     return file.getvalue().rstrip("\n")
 

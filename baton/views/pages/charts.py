@@ -1,5 +1,4 @@
-"""Draw the charts of a report: metrics by train step, accuracy and time per stage. Charts without data are
-omitted."""
+"""Draw the charts of a report: metrics by train step, accuracy, time per stage; none for which there is no data."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Return the width of the moving mean in train steps. It is about a twentieth of the run, always odd, and at least
-    5."""
+    """Return the width of the moving mean in train steps: about a twentieth of the run, odd, and at least 5."""
     return max(5, num_steps // 20 | 1)
 
 

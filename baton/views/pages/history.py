@@ -32,8 +32,7 @@ class Curve:
     """Values of the metric, shape [steps]."""
 
     def smoothed(self, window: int) -> Floats:
-        """Return the centred moving mean over `window` values (an odd number), [steps]. At both ends, fewer values are
-        averaged."""
+        """Return the centred moving mean over `window` values (an odd number), or fewer at both ends; [steps]."""
         sums = np.cumsum(np.concatenate(([0.0], self.values)))
         places = np.arange(len(self.values))
         low = np.maximum(0, places - window // 2)

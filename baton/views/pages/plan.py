@@ -15,8 +15,7 @@ from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, repl
 
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
-    """Write the page of a plan to a path that has passed `check_page`. `curve` has the points of the chart of
-    throughput by price."""
+    """Write the page of a plan to a path that has passed `check_page`. `curve`: points of throughput by price."""
     from baton.views.pages import plan_charts
 
     plan, marginals = result.plan, result.marginals

@@ -65,7 +65,11 @@ def cluster_drawing(plan: Plan, cluster: Cluster) -> str:
             height = rows * (CELL + GAP) - GAP + 2 * PAD
             if x + width > WIDTH:
                 x, y = 0.0, y + height + 8
-            parts.append(_machine(node.name, node.gpu_ids, by_gpu, x, y, columns, width, height))
+            parts.append(_rect(x, y, width, height, 'rx="5" fill="none" stroke="var(--rule)"', node.name))
+            for index, gpu in enumerate(node.gpu_ids):
+                left = x + PAD + index % columns * (CELL + GAP)
+                top = y + PAD + index // columns * (CELL + GAP)
+                parts.append(_rect(left, top, CELL, CELL, f'rx="2" fill="var({by_gpu.get(gpu, IDLE_COLOUR)})"', gpu))
             x += width + 8
         y += height + 16
     crossing = _crossing(cluster)
@@ -75,33 +79,15 @@ def cluster_drawing(plan: Plan, cluster: Cluster) -> str:
     return f'<svg role="img" viewBox="0 0 {WIDTH} {y + 4:.0f}">{"".join(parts)}</svg>'
 
 
-def _machine(
-    name: str, gpu_ids: Sequence[str], by_gpu: dict[str, str], x: float, y: float, columns: int, width: int, height: int
-) -> str:
-    cells = []
-    for index, gpu in enumerate(gpu_ids):
-        left = x + PAD + index % columns * (CELL + GAP)
-        top = y + PAD + index // columns * (CELL + GAP)
-        colour = by_gpu.get(gpu, IDLE_COLOUR)
-        cells.append(
-            f'<rect x="{left:.0f}" y="{top:.0f}" width="{CELL}" height="{CELL}" rx="2" fill="var({colour})">'
-            f"<title>{escape(gpu)}</title></rect>"
-        )
-    frame = (
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width}" height="{height}" rx="5" fill="none" stroke="var(--rule)">'
-        f"<title>{escape(name)}</title></rect>"
-    )
-    return frame + "".join(cells)
+def _rect(x: float, y: float, width: int, height: int, style: str, title: str) -> str:
+    place = f'x="{x:.0f}" y="{y:.0f}" width="{width}" height="{height}"'
+    return f"<rect {place} {style}><title>{escape(title)}</title></rect>"
 
 
 def _within(cluster: Cluster, own: Sequence[int]) -> str:
-    link = cluster.nodes[own[0]].link_bytes_per_s / GB
-    between = sorted({cluster.bytes_per_s[a][b] / GB for a, b in combinations(own, 2)})
-    found = f" · {link:g} GB/s within a machine"
-    if between:
-        span = f"{between[0]:g}" if len(between) == 1 else f"{between[0]:g} to {between[-1]:g}"
-        found += f", {span} GB/s between machines"
-    return found
+    found = f" · {cluster.nodes[own[0]].link_bytes_per_s / GB:g} GB/s within a machine"
+    between = {cluster.bytes_per_s[a][b] / GB for a, b in combinations(own, 2)}
+    return f"{found}, {_range(between)} GB/s between machines" if between else found
 
 
 def _crossing(cluster: Cluster) -> str:
@@ -113,9 +99,13 @@ def _crossing(cluster: Cluster) -> str:
             for b, other in enumerate(cluster.nodes)
             if (one.gpu.name, other.gpu.name) == (first, second)
         }
-        low, high = min(rates), max(rates)
-        found.append(f"{first} – {second} {low:g}" + (f" to {high:g}" if high > low else ""))
+        found.append(f"{first} – {second} {_range(rates)}")
     return f"Between types, GB/s: {' · '.join(found)}" if found else ""
+
+
+def _range(values: set[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g} to {high:g}" if high > low else f"{low:g}"
 
 
 def timeline(plan: Plan) -> str:
@@ -175,7 +165,7 @@ def marginal_drawing(marginals: Sequence[Marginal]) -> str:
     def paint(axes: Axes) -> None:
         axes.bar([m.gpu for m in marginals], [100 * m.gain for m in marginals], width=0.5, color=GREEN)
         for index, marginal in enumerate(marginals):
-            axes.text(index, 100 * marginal.gain, f"+{100 * marginal.gain:.2g} %", ha="center", va="bottom")
+            axes.text(index, 100 * marginal.gain, f"{100 * marginal.gain:+.2g} %", ha="center", va="bottom")
         axes.margins(y=0.2)
 
     return draw(paint, x="one more GPU of", y="throughput gained, %", from_zero=True)

@@ -24,7 +24,7 @@ from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
 from baton.run.summary import RunReport, summarise
-from baton.run.trajectories import ReadableTrajectory, TextPiece, choose_examples
+from baton.run.trajectories import TextPiece, choose_examples
 from baton.views.pages.history import MAX_SAMPLED_STEPS, History, read_lengths
 from baton.views.pages.template import check_page, render_template
 
@@ -63,16 +63,16 @@ def render(run: RunDirectory) -> str:
     summary = None if "sft" in recipe else summarise(run)
     return render_template(
         "report.html",
-        {"short": short, "percent": percent, "duration": duration},
+        {"short": short, "percent": percent, "readable": _readable},
         name=run.path.absolute().name,
         summary=summary,
         status=_status(summary, history, recipe),
         facts=list(_facts(run, recipe, summary)),
         tiles=list(_tiles(summary, history)),
         sections=[section for section in _sections(run, history) if section.charts],
-        examples=_examples(run),
+        examples=list(choose_examples(run)),
         visible=visible,
-        metrics=[_range(history, name) for name in sorted(history.names)],
+        metrics={name: history.curve(name).values for name in sorted(history.names)},
         recipe=(run.path / "recipe.toml").read_text(encoding="utf-8"),
         circumstances=list(_circumstances(run.facts())),
     )
@@ -84,17 +84,13 @@ def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     from baton.views.pages.slots import slot_pictures
 
     last = history.last_step
-    window = charts.smoothing_window(history.last_step)
-    smoothing = (
-        f"Thin lines show single steps; thick lines show a centred mean over {window} steps." if last > window else ""
-    )
-    yield Section("Learning", list(charts.learning_charts(history)), smoothing)
-    samples = read_lengths(run)
-    recorded = len(run.recorded_steps())
-    note = ""
-    if recorded > len(samples):
-        note = f"Distributions use {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spaced."
-    yield Section("Responses", [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)], note)
+    window = charts.smoothing_window(last)
+    note = f"Thin lines show single steps; thick lines show a centred mean over {window} steps."
+    yield Section("Learning", list(charts.learning_charts(history)), note if last > window else "")
+    samples, recorded = read_lengths(run), len(run.recorded_steps())
+    note = f"Distributions use {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spaced."
+    drawn = [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)]
+    yield Section("Responses", drawn, note if recorded > len(samples) else "")
     yield Section("Episodes", list(charts.line_charts(history, charts.EPISODES)))
     yield Section("Optimisation", list(charts.line_charts(history, charts.OPTIMISATION)))
     yield Section("Speed", list(charts.speed_charts(history)))
@@ -199,21 +195,6 @@ def _accuracy(result: Evaluation) -> str:
     return "not scored" if result.accuracy is None else percent(result.accuracy.value)
 
 
-def _examples(run: RunDirectory) -> list[tuple[int, list[tuple[str, ReadableTrajectory]]]]:
-    """Return the readable example trajectories of each step. Each is labelled with the first criterion (best, worst or
-    longest) that selected it."""
-    by_step: dict[int, list[tuple[str, ReadableTrajectory]]] = {}
-    for order, found in choose_examples(run):
-        readable = ReadableTrajectory(
-            found.shown,
-            tuple(_readable(found.prompt)),
-            tuple(_readable(found.response)),
-            tuple((tuple(_readable(text)), tuple(_readable(observation))) for text, observation in found.turns),
-        )
-        by_step.setdefault(found.shown.step, []).append((order, readable))
-    return sorted(by_step.items())
-
-
 def _readable(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
     """Escape control characters, and replace the middle of a long text by a note."""
     for piece in pieces:
@@ -225,12 +206,6 @@ def _readable(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
             yield TextPiece(text[-half:], piece.is_special)
         else:
             yield TextPiece(text, piece.is_special)
-
-
-def _range(history: History, name: str) -> tuple[str, float, float, float, float]:
-    """Return the name, and the first, last, lowest and highest value of a metric."""
-    values = history.curve(name).values
-    return name, values[0], values[-1], values.min(), values.max()
 
 
 def _circumstances(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -250,12 +225,10 @@ def _circumstances(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def short(value: float) -> str:
     """Return a number with four digits or with a unit, such as 0.1234, 1,234, 12.3 k or 4.56 M."""
     size = abs(value)
-    for start, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):  # `k` only from 10,000, so that 1,234 keeps its digits
+    for start, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= start:
-            return f"{value / (1e3 if unit == 'k' else start):.3g} {unit}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+            return f"{value / divisor:.3g} {unit}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:

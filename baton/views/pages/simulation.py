@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,16 @@ from baton.views.terminal.plan import money
 
 def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
     """Write the page of a simulated run to a path that has passed `check_page`."""
+    parts = {"train": result.train_s, "wait for a batch": result.wait_s, "publish, other": max(0.0, result.other_s)}
+    lags = {str(lag): 100 * share for lag, share in result.staleness.items()} or {"0": 0.0}
     untrained = _untrained(result)
-    charts = [_time(result), _staleness(result), *([_tokens(untrained)] if untrained else [])]
+    charts = [
+        _bars("Time of a train step", parts, (ORANGE, GREY, GREEN), y="s"),
+        _bars("Staleness of the tokens in the batches", lags, (BLUE,), x="versions behind the trainer", y="%"),
+    ]
+    if untrained:
+        note = "Tokens carried at the end would be trained in later batches."
+        charts.append(_bars("Tokens that were not trained", untrained, SERIES, y="% of generated", note=note))
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
     page = render_template(
         "simulation.html",
@@ -81,25 +90,15 @@ def _tiles(result: Result) -> list[tuple[str, str, str]]:
     ]
 
 
-def _bars(names: Sequence[str], values: Sequence[float], colours: Sequence[str], *, x: str, y: str) -> str:
+def _bars(
+    title: str, values: Mapping[str, float], colours: Sequence[str], *, x: str = "", y: str, note: str = ""
+) -> Chart:
+    """Return a bar chart of values by name. The colours are repeated if there are more bars."""
+
     def paint(axes: Axes) -> None:
-        axes.bar(range(len(names)), values, color=list(colours), width=0.7)
-        axes.set_xticks(range(len(names)), names)
+        axes.bar([*values], [*values.values()], color=colours, width=0.7)
 
-    return draw(paint, x=x, y=y, from_zero=True)
-
-
-def _time(result: Result) -> Chart:
-    parts = (result.train_s, result.wait_s, max(0.0, result.other_s))
-    svg = _bars(("train", "wait for a batch", "publish, other"), parts, (ORANGE, GREY, GREEN), x="", y="s")
-    return Chart("Time of a train step", svg)
-
-
-def _staleness(result: Result) -> Chart:
-    lags = [*result.staleness] or [0]
-    shares = [100 * result.staleness.get(lag, 0.0) for lag in lags]
-    svg = _bars([str(lag) for lag in lags], shares, (BLUE,) * len(lags), x="versions behind the trainer", y="%")
-    return Chart("Staleness of the tokens in the batches", svg)
+    return Chart(title, draw(paint, x=x, y=y, from_zero=True), note)
 
 
 def _untrained(result: Result) -> dict[str, float]:
@@ -107,12 +106,6 @@ def _untrained(result: Result) -> dict[str, float]:
     total = max(1, result.tokens["generated"])
     accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
     return {name: 100 * count / total for name, count in accounts.items() if count}
-
-
-def _tokens(untrained: dict[str, float]) -> Chart:
-    colours = [SERIES[place % len(SERIES)] for place in range(len(untrained))]
-    svg = _bars([*untrained], [*untrained.values()], colours, x="", y="% of generated")
-    return Chart("Tokens that were not trained", svg, "Tokens carried at the end would be trained in later batches.")
 
 
 def _lines(swept: ParameterSweep, title: str, unit: str, value: Callable[[Result], float]) -> Chart:
@@ -124,7 +117,7 @@ def _lines(swept: ParameterSweep, title: str, unit: str, value: Callable[[Result
         lines.setdefault(name, []).append(point)
 
     def paint(axes: Axes) -> None:
-        for (name, points), colour in zip(lines.items(), [*SERIES] * len(lines), strict=False):
+        for (name, points), colour in zip(lines.items(), cycle(SERIES), strict=False):
             ys = [value(p.result) if p.result is not None else np.nan for p in points]
             axes.plot(range(len(points)), ys, marker="o", color=colour, label=name or None)
         axes.set_xticks(range(len(last.values)), last.values)

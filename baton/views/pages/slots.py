@@ -23,19 +23,20 @@ from baton.views.pages.windows import Window, choose_windows
 
 WIDTH, LEFT, RIGHT = 1180.0, 132.0, 10.0
 LANES_HEIGHT, MAX_ROWS, MAX_WORKERS = 400.0, 320, 40
+INK, INK_2, RULE = "var(--ink,#1b1f24)", "var(--ink-2,#57606a)", "var(--rule,#d8dde3)"
+"""CSS variables of the page, each with a fallback colour for an SVG that is not part of a page."""
 COLOURS = {
-    "train": "--s2,#d55e00",
-    "publish": "--s3,#009e73",
-    "fetch": "--s3,#009e73",
-    "eval": "--s4,#a3478a",
-    "wait_for_batch": "--rule,#d8dde3",
-    "judge": "--s6,#d9a400",
-    "check": "--s6,#d9a400",
-    "checkpoint": "--s5,#56b4e9",
-    "prefill": "--s5,#56b4e9",
+    "train": "var(--s2,#d55e00)",
+    "publish": "var(--s3,#009e73)",
+    "fetch": "var(--s3,#009e73)",
+    "eval": "var(--s4,#a3478a)",
+    "wait_for_batch": RULE,
+    "judge": "var(--s6,#d9a400)",
+    "check": "var(--s6,#d9a400)",
+    "checkpoint": "var(--s5,#56b4e9)",
+    "prefill": "var(--s5,#56b4e9)",
 }
-"""The colour of each activity except generation. Each value names a CSS variable of the page, and a fallback colour for
-SVGs that are not part of a page."""
+"""The colour of each activity except generation."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
 """RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 
@@ -79,18 +80,14 @@ def _occupancy_note(window: Window) -> str:
     lanes, rows = _lanes(window.spans), _chosen_rows(window.spans)
     slots, drawn = sum(count for _, count in lanes), sum(len(shown) for _, shown in rows)
     at_work = busy[busy > 0.5]
-    if not slots or not len(at_work):
+    if not len(at_work):
         return ""
-    few = float(np.mean(at_work < slots / 4))
-    left_out = (
-        f" The chart shows {drawn:,} slots of {len(rows):,} of the run's {len(lanes):,} workers."
-        if drawn < slots
-        else ""
-    )
+    left_out = f" The chart shows {drawn:,} slots of {len(rows):,} of the run's {len(lanes):,} workers."
     return (
         f"{slots:,} slots, busy {100 * busy.mean() / slots:.0f} % of the time shown, and "
         f"{100 * at_work.mean() / slots:.0f} % of the time in which at least one slot was busy. During "
-        f"{100 * few:.0f} % of that time, fewer than a quarter of the slots were busy (the long tail).{left_out}"
+        f"{100 * np.mean(at_work < slots / 4):.0f} % of that time, fewer than a quarter of the slots were busy (the "
+        f"long tail).{left_out if drawn < slots else ''}"
     )
 
 
@@ -119,14 +116,16 @@ class _Drawing:
         self.y += 22
         top = self.y
         for actor in others:
-            mine = [s for s in shown if s.actor == actor]
-            if mine:
-                self._band(actor, mine, 15 if actor == "trainer" else 7)
+            if mine := [s for s in shown if s.actor == actor]:
+                height = 15 if actor == "trainer" else 7
+                self._text(LEFT - 8, self.y + height / 2 + 4, actor, "end")
+                self._bars(mine, height)
+                self.y += height + 5
         rows = _chosen_rows(window.spans)
-        height = min(9.0, max(1.25, LANES_HEIGHT / max(1, sum(len(lanes) for _, lanes in rows))))
+        lane_height = min(9.0, max(1.25, LANES_HEIGHT / max(1, sum(len(lanes) for _, lanes in rows))))
         low_high = (versions[0], versions[-1]) if versions else (0, 0)
         for worker, lanes in rows:
-            self._worker(worker, lanes, [s for s in shown if s.actor == worker], height, low_high)
+            self._worker(worker, lanes, [s for s in shown if s.actor == worker], lane_height, low_high)
         self._busy(shown, sum(count for _, count in _lanes(window.spans)))
         self._steps(top)
         self._axis()
@@ -155,40 +154,35 @@ class _Drawing:
         if any(s.facts.get("ended") in ("lost", "dropped") for s in shown):
             entry(ramp(0.5), "lost", 0.35)
         if any(s.facts.get("ended") == "abort" for s in shown):
-            self._rect(place + 4, self.y - 9, 1.6, 10, _ink("--ink,#1b1f24"))
+            self._rect(place + 4, self.y - 9, 1.6, 10, INK)
             self._text(place + 11, self.y, "aborted")
             place += 74
         place += 16
         done = {s.name for s in shown}
-        for name in [name for name in COLOURS if name in done]:
-            entry(_ink(COLOURS[name]), name.replace("_", " "))
-
-    def _band(self, actor: str, spans: Sequence[Span], height: float) -> None:
-        self._text(LEFT - 8, self.y + height / 2 + 4, actor, "end")
-        self._bars(spans, height)
-        self.y += height + 5
+        for name, colour in COLOURS.items():
+            if name in done:
+                entry(colour, name.replace("_", " "))
 
     def _bars(self, spans: Sequence[Span], height: float) -> None:
         for span in spans:
             x = self.x(span.begin_s)
-            ink = _ink(COLOURS.get(span.name, "--s7,#8b949e"))
-            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), height, ink)
+            colour = COLOURS.get(span.name, "var(--s7,#8b949e)")
+            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), height, colour)
 
     def _worker(
         self, worker: str, lanes: Sequence[int], spans: Sequence[Span], height: float, versions: tuple[int, int]
     ) -> None:
         """Draw the slots of one worker, and above the slots the worker's other activities, such as weight transfers."""
         self.y += 4
-        aside = [s for s in spans if s.lane == ASIDE and s.name in COLOURS]
         total = height * len(lanes)
         self._text(LEFT - 8, self.y + total / 2 + 6, worker if len(worker) <= 20 else f"{worker[:19]}…", "end")
-        self._bars(aside, 3)
+        self._bars([s for s in spans if s.lane == ASIDE and s.name in COLOURS], 3)
         self.y += 4
-        self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, total, _ink("--rule,#d8dde3"), 0.35)
+        self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, total, RULE, 0.35)
         row = {lane: index for index, lane in enumerate(lanes)}
-        gap = 0.5 if height >= 3 else 0.0
+        bar_height = height - 0.5 if height >= 3 else height
         paths: dict[tuple[str, bool], list[str]] = {}
-        put_down = []
+        aborted = []
         for span in spans:
             if span.name != "generate" or span.lane not in row:
                 continue
@@ -196,16 +190,15 @@ class _Drawing:
             is_lost = span.facts.get("ended") in ("lost", "dropped")
             for version, begin_s, end_s in _pieces(span):
                 x, end = self.x(begin_s), self.x(end_s)
-                bar = f"M{x:.1f} {y:.1f}h{max(0.4, end - x - 0.5):.1f}v{height - gap:.2f}H{x:.1f}z"
+                bar = f"M{x:.1f} {y:.1f}h{max(0.4, end - x - 0.5):.1f}v{bar_height:.2f}H{x:.1f}z"
                 paths.setdefault((_colour(version, *versions), is_lost), []).append(bar)
             if span.facts.get("ended") == "abort" and span.end_s < self.window.end_s:
-                put_down.append(f"M{self.x(span.end_s) - 1:.1f} {y:.1f}v{height - gap:.2f}")
+                aborted.append(f"M{self.x(span.end_s) - 1:.1f} {y:.1f}v{bar_height:.2f}")
         for (colour, is_lost), bars in sorted(paths.items()):
             faint = ' fill-opacity="0.35"' if is_lost else ""
             self.parts.append(f'<path fill="{colour}"{faint} d="{"".join(bars)}"/>')
-        if put_down:
-            ink = _ink("--ink,#1b1f24")
-            self.parts.append(f'<path style="stroke:{ink}" stroke-width="1.4" fill="none" d="{"".join(put_down)}"/>')
+        if aborted:
+            self.parts.append(f'<path style="stroke:{INK}" stroke-width="1.4" fill="none" d="{"".join(aborted)}"/>')
         self.y += total
 
     def _busy(self, shown: Sequence[Span], slots: int) -> None:
@@ -217,10 +210,9 @@ class _Drawing:
         wide = (WIDTH - LEFT - RIGHT) / count
         tops = [self.y + height * (1 - min(1.0, value / slots)) for value in busy]
         line = "".join(f"V{top:.1f}h{wide:.3f}" for top in tops)
-        self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, height, _ink("--rule,#d8dde3"), 0.35)
-        blue = _ink("--s1,#0072b2")
+        self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, height, RULE, 0.35)
         area = f"M{LEFT} {self.y + height:.1f}{line}V{self.y + height:.1f}z"
-        self.parts.append(f'<path style="fill:{blue}" fill-opacity="0.75" d="{area}"/>')
+        self.parts.append(f'<path style="fill:var(--s1,#0072b2)" fill-opacity="0.75" d="{area}"/>')
         self._text(LEFT - 8, self.y + 9, f"{slots:,}", "end")
         self._text(LEFT - 8, self.y + height / 2 + 4, "busy slots", "end")
         self._text(LEFT - 8, self.y + height, "0", "end")
@@ -228,14 +220,13 @@ class _Drawing:
 
     def _steps(self, top: float) -> None:
         """Draw lines at the start of training and at the publication of each step."""
-        ink = _ink("--ink-2,#57606a")
         labelled = -1e9
         for step in self.window.steps:
             for at_s, dash in ((step.train_s, "2 3"), (step.end_s, "none")):
                 if self.window.begin_s < at_s < self.window.end_s:
                     x = self.x(at_s)
                     self.parts.append(
-                        f'<path style="stroke:{ink}" stroke-width="0.8" stroke-dasharray="{dash}" '
+                        f'<path style="stroke:{INK_2}" stroke-width="0.8" stroke-dasharray="{dash}" '
                         f'd="M{x:.1f} {top - 2:.1f}V{self.y:.1f}"/>'
                     )
             middle = (self.x(step.begin_s) + self.x(step.end_s)) / 2
@@ -260,12 +251,8 @@ class _Drawing:
         self.parts.append(f'<rect {place} style="fill:{fill}"{faint}/>')
 
     def _text(self, x: float, y: float, words: str, anchor: str = "start") -> None:
-        safe, ink = escape(words, quote=False), _ink("--ink-2,#57606a")
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{ink}">{safe}</text>')
-
-
-def _ink(variable: str) -> str:
-    return f"var({variable})"
+        safe = escape(words, quote=False)
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{INK_2}">{safe}</text>')
 
 
 def _colour(version: int, low: int, high: int) -> str:
@@ -283,8 +270,7 @@ def _versions(span: Span) -> list[tuple[int, float]]:
 
 
 def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
-    """Yield (version, begin_s, end_s) for each policy version of a lease. The time of the lease is divided among its
-    versions in proportion to their tokens."""
+    """Yield (version, begin_s, end_s) for each policy version of a lease. Times are in proportion to tokens."""
     at_s = span.begin_s
     for version, share in _versions(span):
         end_s = at_s + share * (span.end_s - span.begin_s)
@@ -294,7 +280,6 @@ def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
 
 def _chosen_rows(spans: Sequence[Span]) -> list[tuple[str, list[int]]]:
     """Return the workers and slots to draw: all, or an evenly spaced subset if a chart of all would be unreadable."""
-    lanes = _lanes(spans)
-    lanes = evenly(lanes, MAX_WORKERS)
+    lanes = evenly(_lanes(spans), MAX_WORKERS)
     share = min(1.0, MAX_ROWS / max(1, sum(count for _, count in lanes)))
     return [(worker, evenly(range(count), max(1, int(count * share)))) for worker, count in lanes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,16 @@ def check_page(path: Path) -> None:
     check_output(path)
 
 
-def render_template(template: str, filters: Mapping[str, Callable[..., str]] | None = None, /, **values: Any) -> str:
+def render_template(template: str, filters: Mapping[str, Callable[..., Any]] | None = None, /, **values: Any) -> str:
     """Fill a template of this folder with escaped values, and return the HTML."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    place = files("baton.views.pages")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("baton.views.pages", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= filters or {}
-    found = environment.from_string((place / template).read_text(encoding="utf-8"))
-    return found.render(css=(place / "page.css").read_text(encoding="utf-8"), **values)
+    return environment.get_template(template).render(**values)

@@ -66,15 +66,13 @@ def print_plan(console: Console, result: PlanResult) -> None:
 
 def _say_certainty(console: Console, of: Certainty) -> None:
     worst, value, best = of.tokens_per_s
-    text = (
+    console.print(
         f"this plan over the calibration's ranges: {worst:,.0f} to {best:,.0f} trained tokens/s, {value:,.0f} expected"
     )
-    console.print(text)
-    some = "" if of.tried == of.num_parameters else f" of the {of.tried} that the time limit allowed"
-    if of.change is None:
+    if (change := of.change) is None:
+        some = "" if of.tried == of.num_parameters else f" of the {of.tried} that the time limit allowed"
         text = f"within its range, no single parameter{some} changes which GPU types train ({', '.join(of.trains)})"
     else:
-        change = of.change
         text = (
             f"which GPUs train depends on {change.parameter}: {change.value} ({change.origin}); at {change.at}, "
             f"{' and '.join(change.trains)} train"
@@ -116,8 +114,7 @@ def _roles(plan: Plan) -> Table:
 
 
 def training_shape(plan: Plan, stage: Stage) -> str:
-    """Return the parallel shape of a trainer stage as text. If the trainer is a mixed stage, `stage` is the part of one
-    GPU type, and the text describes this part."""
+    """Return the parallel shape of a trainer stage, or of the part of a mixed stage on one GPU type, as text."""
     training = plan.training
     if not training.is_mixed:
         return f"dp {stage.dp} · tp {stage.tp}"
@@ -154,25 +151,23 @@ def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
 
 
 def memory(part: Stage | Replica | RewardStage) -> str:
-    """Return the needed and the available memory per GPU in GB, as text. A plan from measured rates (`--rates`) has no
-    memory model; its text is `as measured`."""
+    """Return the needed and the available memory per GPU in GB, or `as measured` for a plan from `--rates`."""
     if not part.memory_bytes:
         return "as measured"
     return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """Return the names of the GPUs by node, with ranges such as `h800:0-7`. At most four nodes are named; for the
-    others, the text states only their number."""
+    """Return the names of the GPUs of at most four nodes, such as `h800:0-7`, and the number of further nodes."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")
         by_node.setdefault(node, []).append(int(index))
     parts = []
-    for node, places in by_node.items():
-        ordered = sorted(places)
-        is_run = ordered == list(range(ordered[0], ordered[-1] + 1))
-        shown = f"{ordered[0]}-{ordered[-1]}" if is_run and len(ordered) > 1 else ",".join(map(str, ordered))
+    for node, indices in by_node.items():
+        ordered = sorted(indices)
+        is_range = len(ordered) > 1 and ordered[-1] - ordered[0] == len(ordered) - 1
+        shown = f"{ordered[0]}-{ordered[-1]}" if is_range else ",".join(map(str, ordered))
         parts.append(f"{node}:{shown}")
     return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more machines" if len(parts) > 4 else "")
 

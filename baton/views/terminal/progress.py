@@ -27,8 +27,8 @@ LINES = 20
 class _StepsProgress(Progress):
     """A progress bar over a known number of steps, with lines printed above it."""
 
-    def __init__(self, console: Console, num_steps: int, columns: Sequence[ProgressColumn], *, is_live: bool) -> None:
-        super().__init__(*columns, console=console, transient=True, disable=not is_live)
+    def __init__(self, console: Console, num_steps: int, *columns: ProgressColumn) -> None:
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._num_steps, self._steps = num_steps, self.add_task("", total=num_steps)
 
     def said(self, text: str) -> None:
@@ -36,18 +36,14 @@ class _StepsProgress(Progress):
 
 
 class SftProgress(_StepsProgress):
-    """Shows the progress and the loss of a warm start. A terminal shows a bar; elsewhere, about `LINES` lines are
-    printed."""
+    """Shows the progress and the loss of a warm start: a bar on a terminal, otherwise about `LINES` lines."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
-        columns = (
-            TextColumn("warm start"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
+        loss = TextColumn("{task.description}", markup=False)
+        bar = BarColumn(bar_width=24)
+        super().__init__(
+            console, num_steps, TextColumn("warm start"), bar, MofNCompleteColumn(), loss, TimeRemainingColumn()
         )
-        super().__init__(console, num_steps, columns, is_live=console.is_terminal)
 
     def stepped(self, step: int, loss: float, tokens_per_s: float) -> None:
         self.update(self._steps, completed=step, description=f"loss {loss:.3f}")
@@ -59,15 +55,10 @@ class SftProgress(_StepsProgress):
 class TerminalObserver(_StepsProgress):
     """Prints a line per train step; on a terminal, a bar also shows the current phase."""
 
-    def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        super().__init__(console, num_steps, columns, is_live=console.is_terminal if is_live is None else is_live)
+    def __init__(self, console: Console, num_steps: int) -> None:
+        phase = TextColumn("{task.description}", markup=False)
+        bar = BarColumn(bar_width=24)
+        super().__init__(console, num_steps, SpinnerColumn(), phase, bar, MofNCompleteColumn(), TimeElapsedColumn())
         self.update(self._steps, description="train")
 
     @contextmanager
@@ -104,8 +95,7 @@ class TerminalObserver(_StepsProgress):
 
 
 def _replicas(metrics: Mapping[str, float]) -> str:
-    """Return text that names the slowest replica and the replicas that serve an older version. The text is empty if
-    there are no replicas."""
+    """Name the slowest replica, and the replicas that serve an older version; empty without replicas."""
 
     def values(name: str) -> dict[str, float]:
         found = ((key.split("/"), value) for key, value in metrics.items() if key.startswith("replicas/"))
