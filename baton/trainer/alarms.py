@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from operator import gt, lt
 
 from baton.errors import Suspect
 from baton.trainer.algorithm import AlgorithmSettings
@@ -17,10 +16,12 @@ MIN_ESS = 0.5
 MAX_MASKED_FRAC = 0.5
 """The run warns if more than this fraction of the tokens is too old to be trained."""
 
+
 CAUSE = (
     "engine and trainer compute different logprobs from equal weights; to find the cause, compute both in float32 "
     "(engine.dtype, trainer.dtype)"
 )
+
 
 MAX_SUSPECTS = 20
 """Maximum number of trajectories that an error names; more would not fit into `MAX_TEXT`."""
@@ -30,8 +31,8 @@ RowMismatch = tuple[Suspect, float, float, float]
 
 def excessive_mismatch(rows: Sequence[RowMismatch], settings: TrainerSettings, *, has_agreed: bool) -> str | None:
     """Return an error message if the logprobs of engine and trainer differ by more than the error limits in `settings`,
-    else None. The message names the trajectories without which the limits hold (`TrainingDiverged.suspects`). If these
-    are all rows, it names them only if engine and trainer have agreed in an earlier step (`has_agreed`)."""
+    else None. The message names the trajectories without which the limits hold (`TrainingDiverged.suspects`), unless
+    these are all rows and `has_agreed` is False, so that no tokens show that engine and trainer agree elsewhere."""
     if not rows:
         return None
     current, mismatch = sum(row[1] for row in rows), sum(row[2] for row in rows)
@@ -42,7 +43,7 @@ def excessive_mismatch(rows: Sequence[RowMismatch], settings: TrainerSettings, *
     ):
         if value > limit:
             suspects = []
-            # first the rows above the limit of the difference, then those whose removal lowers the mean most
+            # first the rows that any cause includes, then those whose removal lowers the mean most
             ordered = sorted(rows, key=lambda row: (row[3] <= diff_limit, kl_limit * row[1] - row[2]))
             for worst, own_current, own_mismatch, max_diff in ordered:
                 if max_diff > diff_limit or mismatch > kl_limit * current:
@@ -61,32 +62,36 @@ class Alarms:
     """Logs one warning each time a metric crosses its threshold."""
 
     def __init__(self, algorithm: AlgorithmSettings, settings: TrainerSettings) -> None:
-        kl_limit, diff_limit = settings.max_mismatch_kl[0], settings.max_logprob_diff[0]
-        self._checks: dict[str, tuple[Callable[[float, float], bool], float, str]] = {
-            "policy/mismatch_kl": (gt, kl_limit, f"is {{:.3g}} nats per token, above {kl_limit:g}: {CAUSE}"),
-            "policy/logprob_diff_max": (gt, diff_limit, f"is {{:.3g}} nats, above {diff_limit:g}: {CAUSE}"),
-            "policy/ess": (
-                lt,
-                MIN_ESS,
-                f"(effective sample size per trained token) is {{:.2f}}, below {MIN_ESS}: the policy differs too much "
-                f"from the policy that sampled this batch (algorithm.correction = {algorithm.correction!r}); lower "
-                "rollout.max_staleness or the learning rate",
-            ),
-            "staleness/masked_frac": (
-                gt,
-                MAX_MASKED_FRAC,
-                f"is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; raise "
-                "rollout.max_staleness or lower rollout.overprovision",
-            ),
-        }
-        """Name of a metric → the comparison with a limit that causes a warning, the limit, and the text."""
+        self._correction, self._settings = algorithm.correction, settings
         self._is_on: set[str] = set()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        for name, (is_beyond, limit, text) in self._checks.items():
-            value = metrics.get(name, limit)
-            if not is_beyond(value, limit):
+        kl_limit, diff_limit = self._settings.max_mismatch_kl[0], self._settings.max_logprob_diff[0]
+        checks: dict[str, tuple[Callable[[float], bool], str]] = {
+            "policy/mismatch_kl": (
+                lambda value: value > kl_limit,
+                f"policy/mismatch_kl is {{:.3g}} nats per token, above {kl_limit:g}: {CAUSE}",
+            ),
+            "policy/logprob_diff_max": (
+                lambda value: value > diff_limit,
+                f"policy/logprob_diff_max is {{:.3g}} nats, above {diff_limit:g}: {CAUSE}",
+            ),
+            "policy/ess": (
+                lambda value: value < MIN_ESS,
+                f"policy/ess (effective sample size per trained token) is {{:.2f}}, below {MIN_ESS}: the policy "
+                "differs too much from the policy that sampled this batch (algorithm.correction = "
+                f"{self._correction!r}); lower rollout.max_staleness or the learning rate",
+            ),
+            "staleness/masked_frac": (
+                lambda value: value > MAX_MASKED_FRAC,
+                f"staleness/masked_frac is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; "
+                "raise rollout.max_staleness or lower rollout.overprovision",
+            ),
+        }
+        for name, (is_bad, sentence) in checks.items():
+            value = metrics.get(name)
+            if value is None or not is_bad(value):
                 self._is_on.discard(name)
             elif name not in self._is_on:
                 self._is_on.add(name)
-                logger.warning(f"{name} {text.format(value)}")
+                logger.warning(sentence.format(value))

@@ -18,7 +18,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
-from baton.policy.routing import RoutingReplay
+from baton.policy.routing import Routing, RoutingReplay
 from baton.policy.settings import ModelSettings
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
@@ -235,8 +235,11 @@ class EmbeddedEngine(SlotEngine):
         num_positions = int(inputs[1].max()) + 1
         kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
         inputs_W = sent(torch.from_numpy(inputs[:2].copy()), device)
+        recorded: AbstractContextManager[Routing] = (
+            nullcontext({}) if self._routers is None else self._routers.recorded()
+        )
         with torch.inference_mode():
-            with nullcontext({}) if self._routers is None else self._routers.recorded() as chosen:
+            with recorded as chosen:
                 logits_WV = self.network.decode(inputs_W[0], inputs_W[1], kv_length)
             uniform_W = uniforms(self._noise_keys[:width], inputs[2])
             ids_W, logprob_W, masks = sample(logits_WV, self._params, uniform_W)
