@@ -271,7 +271,7 @@ class RewardScorer:
     async def _call_all(
         self, calls: Calls, outcomes: dict[str, Outcomes], background: dict[str, _BackgroundScorer]
     ) -> list[RewardResult]:
-        # each scorer is called once, even if the task's scorer and a reward part are the same scorer, such as `math`
+        # scorers with the same name are the same scorer, such as the task's scorer and a part with kind = "math"
         once = {scorer.name: scorer for scorer in background.values()}
         found = dict(zip(once, await asyncio.gather(*(self._call(s, calls) for s in once.values())), strict=True))
         return self._results(calls, outcomes | {name: found[scorer.name] for name, scorer in background.items()})
@@ -402,7 +402,7 @@ class RewardScorer:
             chat = ChatFormat(reward.model or "", reward.template, reward.pattern, reward.max_new_tokens)
         most = reward.concurrency
         return _BackgroundScorer(
-            f"the reward scorer at {url}",
+            f"the reward scorer at {url}{_purpose(reward)}",
             lambda thread, calls: thread.call_remote(url, calls[0], deadline_s, concurrency=most, chat=chat),
         )
 
@@ -420,7 +420,7 @@ class RewardScorer:
         places = here or self._places or [("auto", None)]
         self._models[reward.name] = [(spec_on(device), launch) for device, launch in places]
         return _BackgroundScorer(
-            f"reward model {path!r}",
+            f"reward model {path!r}{_purpose(reward)}",
             lambda thread, calls: thread.call_model(reward.name, calls, deadline_s, concurrency=reward.concurrency),
         )
 
@@ -512,6 +512,11 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
     causes = [m.judgement.cause for g in groups for m in g.members if not m.judgement.is_judged]
     counts = Counter(cause for cause in causes if cause is not None)
     return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
+
+
+def _purpose(reward: RewardSettings) -> str:
+    """Return the part's name for a part with a template, because the parts of one model may have several templates."""
+    return f" for {reward.name!r}" if reward.template else ""
 
 
 def _is_answered(outcomes: Outcomes) -> bool:

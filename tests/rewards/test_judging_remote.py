@@ -55,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
                 with self.lock:
                     Handler.at_once -= 1
                 self._say(200, "1")
+            case ["echo"]:
+                self._say(200, chat_reply(json.loads(body)["messages"][0]["content"]))
             case [status, *rest]:
                 self._say(int(status), "/".join(rest))
 
@@ -194,6 +196,14 @@ def test_a_generative_reward_model_is_sent_the_template_and_its_number_is_parsed
     }
     assert [sent for _, sent in Handler.asked] == [expected]
     assert ask_chat(url, chat_reply("Rating: 4 (of 10)"), pattern=r"Rating: (\d+)").reward == 4.0
+
+
+def test_two_parts_may_send_different_templates_to_one_url(url: str) -> None:
+    keys = {"kind": "http", "url": f"{url}/echo", "model": "judge", "deadline_s": 60.0}
+    parts = [RewardSettings(name=name, template=f"{{response}} {name}", **keys) for name in ("3", "4")]
+    with RewardScorer({"some": SomeTask()}, parts, {}) as judge:  # type: ignore[dict-item]
+        found = judge.score(PROMPT, "2")
+    assert found.parts == {"3": 3.0, "4": 4.0}
 
 
 @pytest.mark.parametrize(
