@@ -192,7 +192,10 @@ class RewardScorer:
             except queue.Empty:
                 break
             self._last_result_s = time.monotonic()
-            members, results = self._waiting.pop(number), done.result()
+            members = self._waiting.pop(number, None)
+            if members is None:  # `close` has dropped this submission
+                continue
+            results = done.result()
             for result in results:
                 self.warnings.count(result)
             found += [_scored(member, result) for member, result in zip(members, results, strict=True)]
