@@ -168,16 +168,16 @@ class EnvironmentInstances:
         outcome = number(reward)
         if isinstance(outcome, CallFailure):
             raise _Failed(f"the reward: {outcome.detail}")
-        text = text.encode(errors="replace").decode()  # a lone surrogate cannot be sent
+        text = _sendable(text)
         digest = digest_of(text, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
         instructions, canonical, tools = "", "", ()
         if not instance.observations:
-            instructions = str(getattr(instance.environment, "instructions", ""))
+            instructions = _sendable(getattr(instance.environment, "instructions", ""))
             tools = tuple(getattr(instance.environment, "rendered_tools", ()))
             method = getattr(instance.environment, "canonical", None)
-            canonical = text if method is None else str(method())
+            canonical = text if method is None else _sendable(method())
         tool, success = info.get("tool"), info.get("success")
         instance.observations.append(
             Observation(
@@ -189,7 +189,7 @@ class EnvironmentInstances:
                 bool(is_truncated),
                 digest,
                 seconds,
-                None if tool is None else str(tool),
+                None if tool is None else _sendable(tool),
                 None if success is None else bool(success),
                 _metrics(info),
                 instructions,
@@ -210,10 +210,15 @@ def _set_random_state(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
+def _sendable(value: Any) -> str:
+    """Return a value as text without lone surrogates, which cannot be encoded."""
+    return str(value).encode(errors="replace").decode()
+
+
 def _metrics(info: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in info.items():
         if name != "success" and isinstance(value, Real) and len(found) < MAX_METRICS:
             with suppress(OverflowError):  # an integer that is too large for a float
-                found[str(name)] = float(value)
+                found[_sendable(name)] = float(value)
     return {name: value for name, value in found.items() if math.isfinite(value)}
