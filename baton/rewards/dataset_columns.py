@@ -81,5 +81,5 @@ def _is_turn(turn: Any) -> bool:
 def _from_json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

@@ -66,7 +66,7 @@ async def call_remote_scorer(
         return CallFailure(FailureCause.RAISED, f"refused with status {status}: {shown!r}")
     try:
         answer = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return CallFailure(FailureCause.MALFORMED, f"answered {shown!r}, which is not JSON")
     if chat is not None:
         return chat.outcome(answer)

@@ -45,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"I am not HTTP\r\n\r\n")
             case ["latin"]:
                 self._say(200, b'{"reward": "\xe9"}')
+            case ["nested"]:
+                self._say(200, "[" * 100_000)
             case ["busy", status]:
                 self._say(int(status) if count < 3 else 200, "0.5")
             case ["slow"]:
@@ -129,6 +131,7 @@ def test_a_remote_judge_is_told_everything(url: str) -> None:
         ("200/<html>", FailureCause.MALFORMED, "answered '<html>', which is not JSON"),
         ("200/", FailureCause.MALFORMED, "answered '', which is not JSON"),
         ("latin", FailureCause.MALFORMED, "which is not JSON"),
+        ("nested", FailureCause.MALFORMED, "which is not JSON"),
         ("200/null", FailureCause.MALFORMED, "returned None (NoneType), which is not a number"),
         ('200/"1.0"', FailureCause.MALFORMED, "returned '1.0' (str), which is not a number"),
         ("200/[1]", FailureCause.MALFORMED, "returned [1] (list), which is not a number"),

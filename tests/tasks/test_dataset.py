@@ -87,6 +87,7 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
     [
         (b"{not json}", "line 3 is not a JSON object"),
         (b"[1, 2]", "line 3 is not a JSON object"),
+        pytest.param(b'{"prompt": ' + b"[" * 100_000, "line 3 is not a JSON object", id="nested"),
         (b'{"prompt": "\xff", "answer": 1}', "line 3 is not a JSON object"),
         (b'{"prompt": "?"}', "line 3 has no 'answer'; it has ['prompt']"),
         (b'{"answer": 1, "question": "?"}', "line 3 has no 'prompt'; it has ['answer', 'question']"),
@@ -111,6 +112,11 @@ def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="has no rows"):
         FileTask("mine", str(tmp_path / "empty.jsonl"))
+
+
+def test_a_prompt_of_many_brackets_is_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "[" * 100_000, "answer": 1})
+    assert FileTask("mine", path).draw(0, 0).question == "[" * 100_000
 
 
 def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
