@@ -71,7 +71,7 @@ def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = ""
 def choice_letter(text: str) -> str | None:
     """Return the letter of the choice in an answer, or None if the answer does not begin with a letter of a choice. For
     example, the answers `C`, `(C)`, `C. Paris` and `\\text{C}` all give `C`."""
-    found = re.match(r"[\s($*_]*(?:\\\w+\{)?[\s(]*([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
+    found = re.match(r"[\s($*_]*(?:\\\w+\{[\s(]*)?([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
     return found[1].upper() if found else None
 
 

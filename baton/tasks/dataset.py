@@ -28,8 +28,6 @@ from baton.tasks.rows import Row, read_rows
 from baton.types import Message
 
 FileScorer = Literal["number", "math", "letter", "none"]
-_GSM8K = re.compile(r"(?:^|\n)#### *([^\n]+?)\s*$")
-"""The last line of a solution in GSM8K, which states the answer."""
 _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -116,8 +114,9 @@ class FileTask:
     def _reference(self, where: str, value: str | int | float) -> str:
         text = str(value)
         if self._answer_after is None:
-            stated = _GSM8K.search(text)
-            return stated[1] if stated else text
+            last_line = text.rstrip().rpartition("\n")[2]
+            stated = last_line.removeprefix("####").strip()  # as in GSM8K
+            return stated if stated and last_line.startswith("####") else text
         _, mark, text = text.rpartition(self._answer_after)
         if not mark:
             raise UserError(f"{where}: the answer has no {self._answer_after!r} (answer_after): {_shown(value)}")

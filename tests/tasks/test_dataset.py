@@ -119,6 +119,15 @@ def test_a_prompt_of_many_brackets_is_text(tmp_path: Path) -> None:
     assert FileTask("mine", path).draw(0, 0).question == "[" * 100_000
 
 
+@pytest.mark.timeout(60)
+def test_many_spaces_in_a_reference_take_linear_time(tmp_path: Path) -> None:
+    reference = f"####{' ' * 20_000}5\nno"
+    path = write(
+        tmp_path / "q.jsonl", {"prompt": "?", "answer": reference}, {"prompt": "?", "answer": "so\n####  5 \n"}
+    )
+    assert [row.answer for row in FileTask("mine", path).rows] == [reference, "5"]
+
+
 def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
     """JSON texts may hold U+2028 and U+0085 as they are; Python's splitlines would cut there."""
     prompt = "one\u2028two\x85three"
