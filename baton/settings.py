@@ -12,3 +12,9 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    def first_given(self, *keys: str) -> str | None:
+        """Return the first of `keys` whose value differs from its default, or None if all have their default values. A
+        run's resolved recipe also states default values."""
+        fields = type(self).model_fields
+        return next((k for k in keys if getattr(self, k) != fields[k].get_default(call_default_factory=True)), None)

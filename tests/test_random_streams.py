@@ -24,8 +24,8 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
 from baton.tasks.gym import GymTask
+from baton.tasks.problem import Problem
 from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
-from baton.tasks.task import Problem
 from baton.types import SamplingParams, Trajectory
 
 SIMULATED: dict[Concern, tuple[int, int]] = {

@@ -131,7 +131,8 @@ class _Gymnasium:
             first = int(getattr(self._inner.action_space, "start", 0))
             last = first + int(self._inner.action_space.n) - 1
             numbers = re.findall(r"-?\d+", action)
-            if not numbers or not first <= int(numbers[-1]) <= last:
+            # int() raises ValueError for thousands of digits
+            if not numbers or len(numbers[-1]) > 20 or not first <= int(numbers[-1]) <= last:
                 allowed = f"The action is not valid: write an integer from {first} to {last}."
                 return f"{allowed}\n{self._text}", 0.0, False, False, {"is_valid": False}
             chosen = int(numbers[-1])

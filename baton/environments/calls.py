@@ -48,8 +48,7 @@ class EpisodeKey(msgspec.Struct, frozen=True):
     """Identity of one episode's instance. If an episode is restarted, `attempt` increases by 1."""
 
     stream: int
-    """Training and evaluations have different numbers here, because a group of an evaluation may have the same id as a
-    group of training."""
+    """Distinguishes training from evaluations, whose group ids may be equal."""
     group_id: int
     sample_index: int
     attempt: int = 0
@@ -132,10 +131,9 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Number by which this failure increases the count of failed attempts, usually 1. If the process ended and the
-    episode cannot be replayed, any of the calls that were running in the process may be the cause; the number is then 1
-    divided by the number of these calls. It is 0 if the episode had no running call, or if the process was killed
-    because of another call's deadline."""
+    """Number by which this failure increases the count of failed attempts. It is below 1 only if the process ended and
+    the episode cannot be replayed: 1 divided by the number of calls that were running in the process, or 0 if the
+    episode had no running call or another call's deadline ended the process."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

@@ -118,7 +118,7 @@ class CodeTask:
         try:
             found = [(value, error) for value, error in json.loads(result.stdout)]
             assert len(found) == len(self._tests)
-        except (ValueError, TypeError, AssertionError):
+        except (ValueError, TypeError, AssertionError, RecursionError):
             lines = result.stderr.strip().splitlines()
             why = "it took too long" if result.is_timeout else lines[-1] if lines else "the program ended early"
             return [(None, why)] * len(self._tests)

@@ -36,7 +36,7 @@ class _Instance:
 
 
 class _Failed(Exception):
-    def __init__(self, cause: FailureCause, message: str) -> None:
+    def __init__(self, message: str, cause: FailureCause = FailureCause.MALFORMED) -> None:
         super().__init__(message)
         self.cause = cause
 
@@ -98,9 +98,8 @@ class EnvironmentInstances:
         loaded = self._environments[request.environment]
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"
-            raise _Failed(
-                FailureCause.CRASHED, f"the environment's instance {what}, and replay = 'never' forbids a new one"
-            )
+            text = f"the environment's instance {what}, and replay = 'never' forbids a new one"
+            raise _Failed(text, FailureCause.CRASHED)
         assert not request.num_left_out, "the pool sends the whole log to a process without the instance"
         self.discard(request.key)
 
@@ -118,31 +117,28 @@ class EnvironmentInstances:
         self._record(request.key, instance, (text, 0.0, False, False, {}), seconds)
         if request.first_digest and instance.observations[0].digest != request.first_digest:
             raise _Failed(
-                FailureCause.MALFORMED,
                 f"reset with seed {request.seed} returned an observation that differs from the one in the prompt; it "
-                "must depend only on the seed and the row",
+                "must depend only on the seed and the row"
             )
         for turn_number, turn in enumerate(request.log, 1):
             self._step(request, instance, turn.action)
             if instance.observations[-1].digest != turn.digest:
                 raise _Failed(
-                    FailureCause.MALFORMED,
                     f"the replay of turn {turn_number} differs from the recorded turn: the environment depends on more "
-                    "than its seed and actions; set replay = 'never'",
+                    "than its seed and actions; set replay = 'never'"
                 )
         return instance
 
     def _step(self, request: ActRequest, instance: _Instance, action: str) -> None:
         last = instance.observations[-1]
         if last.is_terminated or last.is_truncated:
-            raise _Failed(FailureCause.MALFORMED, f"the episode ended in turn {last.turn} and accepts no more actions")
+            raise _Failed(f"the episode ended in turn {last.turn} and accepts no more actions")
         result, seconds, instance.random_state = self._call(
             request, "step", lambda: instance.environment.step(action), instance.random_state
         )
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
             raise _Failed(
-                FailureCause.MALFORMED,
-                f"step returned a {type(result).__name__}, not (observation, reward, terminated, truncated, info)",
+                f"step returned a {type(result).__name__}, not (observation, reward, terminated, truncated, info)"
             )
         instance.actions.append(action)
         self._record(request.key, instance, result, seconds)
@@ -162,26 +158,26 @@ class EnvironmentInstances:
             try:
                 result = method()
             except BaseException as error:
-                raise _Failed(FailureCause.RAISED, f"{name} raised {describe_error(error)}") from error
+                raise _Failed(f"{name} raised {describe_error(error)}", FailureCause.RAISED) from error
             return result, time.perf_counter() - began_s, _random_state() if serial == "all" else None
 
     def _record(self, key: EpisodeKey, instance: _Instance, result: tuple[Any, ...], seconds: float) -> None:
         text, reward, is_terminated, is_truncated, info = result
         if not isinstance(text, str):
-            raise _Failed(FailureCause.MALFORMED, f"the observation is a {type(text).__name__}, not a string")
+            raise _Failed(f"the observation is a {type(text).__name__}, not a string")
         outcome = number(reward)
         if isinstance(outcome, CallFailure):
-            raise _Failed(FailureCause.MALFORMED, f"the reward: {outcome.detail}")
-        text = text.encode(errors="replace").decode()  # a lone surrogate cannot be sent
+            raise _Failed(f"the reward: {outcome.detail}")
+        text = _sendable(text)
         digest = digest_of(text, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
         instructions, canonical, tools = "", "", ()
         if not instance.observations:
-            instructions = str(getattr(instance.environment, "instructions", ""))
+            instructions = _sendable(getattr(instance.environment, "instructions", ""))
             tools = tuple(getattr(instance.environment, "rendered_tools", ()))
             method = getattr(instance.environment, "canonical", None)
-            canonical = text if method is None else str(method())
+            canonical = text if method is None else _sendable(method())
         tool, success = info.get("tool"), info.get("success")
         instance.observations.append(
             Observation(
@@ -193,7 +189,7 @@ class EnvironmentInstances:
                 bool(is_truncated),
                 digest,
                 seconds,
-                None if tool is None else str(tool),
+                None if tool is None else _sendable(tool),
                 None if success is None else bool(success),
                 _metrics(info),
                 instructions,
@@ -214,10 +210,15 @@ def _set_random_state(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
+def _sendable(value: Any) -> str:
+    """Return a value as text without lone surrogates, which cannot be encoded."""
+    return str(value).encode(errors="replace").decode()
+
+
 def _metrics(info: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in info.items():
         if name != "success" and isinstance(value, Real) and len(found) < MAX_METRICS:
             with suppress(OverflowError):  # an integer that is too large for a float
-                found[str(name)] = float(value)
+                found[_sendable(name)] = float(value)
     return {name: value for name, value in found.items() if math.isfinite(value)}

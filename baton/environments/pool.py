@@ -76,10 +76,6 @@ class _EnvironmentProcess:
     restart_at: float = 0.0
     num_failed_starts: int = 0
 
-    @property
-    def has_suspect(self) -> bool:
-        return any(call.num_suspected for call in self.running.values())
-
 
 class EnvironmentPool:
     """Executes turns of episodes in environment processes."""
@@ -87,6 +83,13 @@ class EnvironmentPool:
     def __init__(self, specs: Mapping[str, calls.EnvironmentSpec], settings: EnvironmentSettings) -> None:
         """Start the processes and wait until they have loaded. Raises UserError if a process cannot load."""
         self._specs, self._settings = dict(specs), settings
+        self._setup = calls.EnvironmentSetup(
+            tuple(specs.values()),
+            tuple(sys.path),
+            int(settings.memory_gib * 2**30),
+            settings.timeout_s,
+            settings.max_observation_chars,
+        )
         self._max_running = max(1, settings.max_concurrent // settings.processes)
         self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
         self._homes: dict[calls.EpisodeKey, _EnvironmentProcess] = {}
@@ -113,10 +116,6 @@ class EnvironmentPool:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(process.waiting) for process in self._processes)
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
@@ -166,7 +165,7 @@ class EnvironmentPool:
         """Return metrics of the environment calls that ended after the previous `metrics()`."""
         found = {f"env/{name}": float(count) for name, count in self._counts.items()}
         found["env/running"] = float(sum(len(process.running) for process in self._processes))
-        found["env/waiting"] = float(self.num_waiting)
+        found["env/waiting"] = float(sum(len(process.waiting) for process in self._processes))
         for name, seconds in (("latency", self._latencies_s), ("queue", self._queue_s)):
             if seconds:
                 ordered = sorted(seconds)
@@ -248,15 +247,13 @@ class EnvironmentPool:
         self._answer(calls.ActFailure(call.request.key, call.request.turn, cause, message, blame))
 
     def _check(self, process: _EnvironmentProcess, now_s: float) -> None:
-        settings = self._settings
         if process.popen is None:
             if now_s >= process.restart_at:
                 self._start(process)
         elif not process.is_ready:
             if now_s - process.seen_at > LOAD_TIMEOUT_S:
-                why = f"did not load within {LOAD_TIMEOUT_S:g} s"
-                self._lose(process, FailureCause.TIMEOUT, why)
-        elif process.running and now_s - process.seen_at > settings.timeout_s + GRACE_S:
+                self._lose(process, FailureCause.TIMEOUT, f"did not load within {LOAD_TIMEOUT_S:g} s")
+        elif process.running and now_s - process.seen_at > self._settings.timeout_s + GRACE_S:
             self._lose(process, FailureCause.TIMEOUT, "stopped responding and was killed")
 
     def _dispatch(self, process: _EnvironmentProcess) -> None:
@@ -265,7 +262,7 @@ class EnvironmentPool:
         while process.is_ready and process.waiting and len(process.running) < self._max_running:
             call = process.waiting[0]
             request = call.request
-            if process.running and (call.num_suspected or process.has_suspect):
+            if process.running and any(each.num_suspected for each in (call, *process.running.values())):
                 return
             process.waiting.popleft()
             now_s = time.monotonic()
@@ -285,24 +282,13 @@ class EnvironmentPool:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def _start(self, process: _EnvironmentProcess) -> None:
-        settings = self._settings
         ours, theirs = frame_sockets(calls.MAX_FRAME_BYTES)
-        variables = allowed_variables(settings.env, os.environ, key="environments.env")
-        command = [sys.executable, "-m", "baton.environments.worker", *["--network"][: settings.allow_network]]
+        variables = allowed_variables(self._settings.env, os.environ, key="environments.env")
+        command = [sys.executable, "-m", "baton.environments.worker", *["--network"][: self._settings.allow_network]]
         with theirs:
             process.popen = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, start_new_session=True)
         process.pipe, process.seen_at = ours, time.monotonic()
-        memory_bytes = int(settings.memory_gib * 2**30)
-        self._post(
-            process,
-            calls.EnvironmentSetup(
-                tuple(self._specs.values()),
-                tuple(sys.path),
-                memory_bytes,
-                settings.timeout_s,
-                settings.max_observation_chars,
-            ),
-        )
+        self._post(process, self._setup)
 
     def _post(self, process: _EnvironmentProcess, message: calls.ToEnvironment) -> None:
         assert process.pipe is not None

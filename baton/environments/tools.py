@@ -68,7 +68,7 @@ def tool_calls(text: str, family: str) -> list[ToolCall]:
         return []
     try:
         parsed = json.loads(calls if mark else before)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [ToolCall("", {}, f"the calls are not JSON: {error}")]
     return [_call(part) for part in (parsed if isinstance(parsed, list) else [parsed])]
 
@@ -76,7 +76,7 @@ def tool_calls(text: str, family: str) -> list[ToolCall]:
 def _call(source: Any) -> ToolCall:
     try:
         found = json.loads(source) if isinstance(source, str) else source
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the call is not JSON: {error}")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return ToolCall("", {}, "the call has no name")

@@ -2,20 +2,18 @@
 Response lengths are scripted; a few responses are much longer than the others.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
-`sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. The control therefore
-has the concurrency of `partial`, but generates no groups beyond the batch.
+`sync_2x` is mode `sync` with as many groups in a batch as `partial` keeps open. The control therefore has the
+concurrency of `partial`, but generates no groups beyond the batch.
 
-The bound of every mode is the time that an engine alone needs for the same tokens. The queue of this engine is never
-empty, so all slots are always in use. The engine prefills each prompt once and never loads weights, and everything
-outside the engine takes no time. The engine alone and the modes run alternately, one batch each, so that a change of
-the machine's speed affects all of them.
+The bound of every mode is the time that an engine alone needs for the same tokens: all its slots are always in use, it
+prefills each prompt once and never loads weights, and everything outside the engine takes no time. The engine alone and
+the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
 
-The bound of decode steps is stricter: it omits the time in which the engine admits and reports responses. This bound is
-the sum of the time of one prefill per prompt and a decode time for each token. The decode time of a token depends on
-its position. It is the time of a full decode step (all slots in use) whose rows have this position on average, divided
-by the number of slots. Full decode steps are measured at three mean positions, and a line is fitted to their times. The
-mean time of a mode's own full steps cannot be used instead of this line. In `sync`, for example, all slots are in use
-only while responses are still short, so attention is cheap in these steps.
+The bound of decode steps is stricter: it omits the time in which the engine admits and reports responses. It is the sum
+of the time of one prefill per prompt and a decode time for each token. The decode time of a token is the time of a full
+decode step (all slots in use) whose rows have the token's position on average, divided by the number of slots. Full
+decode steps are measured at three mean positions, and a line is fitted to their times. The mean time of a mode's own
+full steps cannot be used instead: in `sync`, for example, all slots are in use only while responses are still short.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
@@ -80,15 +78,12 @@ class ScriptedLengths:
     within: float
     """`within` in the formula: standard deviation of log(length) among the trajectories of one group."""
     seed: int = 0
+    _lengths: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def length(self, group_id: int, sample_index: int) -> int:
         if (group_id, sample_index) not in self._lengths:  # cached, because every mode needs the same lengths
             self._lengths[group_id, sample_index] = self._cut(self._median, group_id, sample_index)
         return self._lengths[group_id, sample_index]
-
-    @cached_property
-    def _lengths(self) -> dict[tuple[int, int], int]:
-        return {}
 
     @cached_property
     def _median(self) -> float:
@@ -256,7 +251,7 @@ class ModeBench:
         self.delivered, self.opened = Work(), Work()
         """`delivered`: tokens of the delivered batches. `opened`: increase of the number of tokens in open groups."""
         self.rounds: list[float] = []
-        self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
+        self.decoded = self.prompt_tokens = 0
         self.staleness: list[int] = []
 
     def step(self, *, is_counted: bool = True) -> None:
@@ -265,10 +260,10 @@ class ModeBench:
             self._controller.begin(0, StreamCursor(0, {}))
             self._publish_next()
         opened = self._open_work()
-        before, begin_s = self.port.stats(), self.port.clock()
+        decoded, begin_s = self.port.stats().decoded_tokens, self.port.clock()
         groups = self._controller.next_batch()
         self._publish_next()
-        seconds, after = self.port.clock() - begin_s, self.port.stats()
+        seconds = self.port.clock() - begin_s
         counts = self._controller.scheduler.take_step_counts()
         if not is_counted:
             self.port.steps.clear()
@@ -282,9 +277,7 @@ class ModeBench:
         self.seconds, self.steps = self.seconds + seconds, self.steps + 1
         if seconds:  # for batches that are complete at once, the clock may not advance
             self.rounds.append(batch.tokens / seconds)
-        self.decode_rows += after.decode_rows - before.decode_rows
-        self.decoded += after.decoded_tokens - before.decoded_tokens
-        self.prefilled += after.prefilled_tokens - before.prefilled_tokens
+        self.decoded += self.port.stats().decoded_tokens - decoded
         self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
 
     def result(
@@ -292,7 +285,8 @@ class ModeBench:
     ) -> ModeResult:
         """rates: tokens per second of each mode. curve: mean seconds of a decode step without prefill, by number of
         rows, over all modes."""
-        rate, port = self.rate, self.port
+        rate, port = rates[self.name], self.port
+        num_rows, num_prefilled = sum(n for n, _, _ in port.steps), sum(n for _, n, _ in port.steps)
         in_steps_s = sum(s for _, _, s in port.steps)
         extra_s = sum(s - curve.get(width, 0.0) for width, prefilled, s in port.steps if prefilled)
         parts = {
@@ -311,11 +305,11 @@ class ModeBench:
             tokens_per_s=rate,
             over_sync=rate / rates["sync"] if "sync" in rates else None,
             over_control=rate / rates[CONTROL] if CONTROL in rates else None,
-            occupancy=self.decoded / max(1, self.decode_rows),
+            occupancy=self.decoded / max(1, num_rows),
             of_bound=bound_s / self.seconds,
             of_step_bound=step_bound_s / self.seconds,
             full_step_ms=1000 * statistics.fmean(full_steps_s) if full_steps_s else None,
-            reprefilled_frac=max(0, self.prefilled - self.prompt_tokens) / max(1, self.work.tokens),
+            reprefilled_frac=max(0, num_prefilled - self.prompt_tokens) / max(1, self.work.tokens),
             mean_staleness=sum(self.staleness) / max(1, len(self.staleness)),
             shares={name: part_s / self.seconds for name, part_s in parts.items()},
             rounds_tokens_per_s=tuple(self.rounds),

@@ -106,7 +106,6 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
 
 
 def _median(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
-    """Return the medians of several calls of `_timed`."""
     runs: list[tuple[float, float]] = []
     left_s = time_left(POINT_S)
     while len(runs) < REPEATS and (not runs or left_s() > 0):

@@ -69,7 +69,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     torch.set_num_threads(threads)
     alarms.logger.disabled = True  # these batches have made-up rewards and behavior logprobs, which would raise alarms
     try:
-        timings = measure_train_steps(recipe, threads, say)
+        timings = measure_train_steps(recipe, say)
     finally:
         alarms.logger.disabled = False
     spec = read_model(model_directory(recipe.model.path))

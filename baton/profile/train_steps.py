@@ -30,7 +30,6 @@ from baton.rollout.controller import RolloutController
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.assemble import build_port, build_trainer
-from baton.run.resume import with_dtypes
 from baton.run.tokenization import PromptEncoder, TokenizedPrompts
 from baton.simulator.run import Spans
 from baton.specs.workload import Workload, measured
@@ -121,33 +120,30 @@ class _Rollouts:
         self._journal.close()
 
 
-def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Measure batches and train steps alternately, once per round for each of `TRAIN_KINDS`.
-
-    The first round warms up and is not counted, unless it takes so long that no second round begins.
-    """
-    trainer = _trainer(recipe)
+def measure_train_steps(recipe: Recipe, say: Say) -> StepTimings:
+    """Measure batches and train steps alternately, once per round for each of `TRAIN_KINDS`. The first round warms up
+    and is not counted, unless it takes so long that no second round begins."""
+    trainer, longest = _trainer(recipe), recipe.engine.max_context_tokens
+    times: list[float] = []
+    seen: list[Trajectory] = []
+    train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]
     with (
         tempfile.TemporaryDirectory() as directory,
         closing(_Rollouts(recipe, trainer.publish(), Path(directory))) as rollouts,
     ):
-        return _measure_train_steps(recipe, trainer, rollouts, threads, say)
-
-
-def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> StepTimings:
-    times: list[float] = []
-    seen: list[Trajectory] = []
-    train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]
-    longest = recipe.engine.max_context_tokens
-    while len(times) < (REPEATS + 1) * len(TRAIN_KINDS):
-        kind = len(times) % len(TRAIN_KINDS)
-        if kind == 0 and sum(times) + sum(seconds for found in train for seconds, _ in found) > MEASURE_S:
-            break
-        seconds, trajectories = rollouts.batch()
-        times.append(seconds)
-        seen += trajectories
-        batch = _batch(trainer, trajectories, *TRAIN_KINDS[kind], longest)
-        train[kind].append((_step_s(trainer, batch), _num_tokens(batch) / len(trajectories)))
+        while len(times) < (REPEATS + 1) * len(TRAIN_KINDS):
+            kind = len(times) % len(TRAIN_KINDS)
+            if kind == 0 and sum(times) + sum(seconds for found in train for seconds, _ in found) > MEASURE_S:
+                break
+            seconds, trajectories = rollouts.batch()
+            times.append(seconds)
+            seen += trajectories
+            batch = _batch(trainer, trajectories, *TRAIN_KINDS[kind], longest)
+            num_tokens = sum(len(t.prompt_ids) + t.num_tokens for t in batch.trajectories)
+            started = time.perf_counter()
+            trainer.step(batch)
+            train[kind].append((time.perf_counter() - started, num_tokens / len(trajectories)))
+        handover_s = rollouts.handover_s() if recipe.engine.processes else 0.0
     warm_up = 1 if len(times) > len(TRAIN_KINDS) else 0
     count, lengths = len(trajectories), _lengths(recipe, seen)
     mean = round(lengths.output.mean)
@@ -160,7 +156,6 @@ def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, 
         points.append(Measurement("train", count, tokens, seconds, trained_share=share))
         taught = f"{tokens} tokens, {share:.0%} with an advantage"
         say(f"train, {count} trajectories of {taught}: {points[-1].tokens_per_s:,.0f} tokens/s")
-    handover_s = rollouts.handover_s() if recipe.engine.processes else 0.0
     return StepTimings(rollout, points, lengths, handover_s)
 
 
@@ -175,23 +170,14 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 
 def _trainer(recipe: Recipe) -> Trainer:
     """Build the recipe's trainer with one rank and a learning rate that hardly changes the weights."""
-    alone: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
+    changes: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
+    changes |= {"lr": 1e-12, "warmup_steps": 0, "decay": "constant"}
     # The batches have made-up behavior logprobs, so their mismatch with the trainer's logprobs has no limit here.
+    changes |= {"max_mismatch_kl": (math.inf, math.inf), "max_logprob_diff": (math.inf, math.inf)}
     # Trajectories without advantage get a forward pass too, so the fit can separate forward and backward passes.
-    alone |= {
-        "metrics_of_all_tokens": True,
-        "max_mismatch_kl": (math.inf, math.inf),
-        "max_logprob_diff": (math.inf, math.inf),
-    }
-    still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
-    recipe = with_dtypes(recipe.model_copy(update={"trainer": still}))
+    changes["metrics_of_all_tokens"] = True
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=changes)})
     return build_trainer(recipe, load_tokenizer(recipe.model.path))
-
-
-def _step_s(trainer: Trainer, batch: Batch) -> float:
-    started = time.perf_counter()
-    trainer.step(batch)
-    return time.perf_counter() - started
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
@@ -214,7 +200,3 @@ def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, 
         groups.setdefault(t.group_id, []).append(ScoredTrajectory(made, RewardResult(reward, {}, reward > 0)))
     prompts = Prompt("0", "profile", (Message("user", ""),))
     return Batch(version + 1, tuple(Group(group_id, prompts, tuple(found)) for group_id, found in groups.items()))
-
-
-def _num_tokens(batch: Batch) -> int:
-    return sum(len(m.trajectory.prompt_ids) + m.trajectory.num_tokens for g in batch.groups for m in g.members)

@@ -33,6 +33,7 @@ INSTRUCTIONS: dict[str, str] = {
 }
 """Answer format → system message asking for this format, unless `answer.instruct = false`. `regex` has no message."""
 
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?<!\w)[$€£]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 _STATED = re.compile(
     r"(?i:answer|(?:correct|right|best)\s+(?:choice|option))[\s*_]*(?::|(?i:is|must\s+be|should\s+be|would\s+be)\b:?)"
@@ -46,8 +47,7 @@ def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = ""
     format. `pattern`: regular expression for the format `regex`. If matching takes longer than 30 s of processor time,
     the response has no answer."""
     if answer_format == "tags":
-        found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
-        return found[-1].strip() if found else None
+        return _last(_TAGGED, response)
     if answer_format == "boxed":
         return _last_boxed(response)
     if answer_format == "regex":
@@ -58,20 +58,20 @@ def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = ""
         return None if match is None else next((group for group in match[1] if group is not None), match[0]).strip()
     final = response.rpartition("</think>")[2]
     if answer_format == "last_number":
-        number = _last_group(_NUMBER, final)
+        number = _last(_NUMBER, final)
         return None if number is None else number.replace("−", "-").translate(str.maketrans("", "", "$€£"))
     if answer_format == "letter":
-        stated = choice_letter(_last_boxed(final) or "") or _last_group(_STATED, final)
+        stated = choice_letter(_last_boxed(final) or "") or _last(_STATED, final)
         line = final.strip().rpartition("\n")[2]
-        return stated or choice_letter(line) or _last_group(re.compile(r"\(([A-Z])\)"), line)
-    lines = [line.strip() for line in final.splitlines() if line.strip()]
-    return lines[-1] if lines else None
+        return stated or choice_letter(line) or _last(re.compile(r"\(([A-Z])\)"), line)
+    lines = final.strip().splitlines()
+    return lines[-1].strip() if lines else None
 
 
 def choice_letter(text: str) -> str | None:
     """Return the letter of the choice in an answer, or None if the answer does not begin with a letter of a choice. For
     example, the answers `C`, `(C)`, `C. Paris` and `\\text{C}` all give `C`."""
-    found = re.match(r"[\s($*_]*(?:\\\w+\{)?[\s(]*([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
+    found = re.match(r"[\s($*_]*(?:\\\w+\{[\s(]*)?([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
     return found[1].upper() if found else None
 
 
@@ -86,11 +86,10 @@ def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") 
     return extract_answer(response, answer_format, pattern) is not None
 
 
-def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return, for the pattern's last match, the first group that is not None, or the whole match if all groups are
-    None. Return None without a match."""
-    found = list(pattern.finditer(text))
-    return next((g for g in found[-1].groups() if g is not None), found[-1][0]).strip() if found else None
+def _last(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the group of the pattern's last match, or the whole match if the pattern has no group."""
+    found = pattern.findall(text)
+    return found[-1].strip() if found else None
 
 
 def _last_boxed(response: str) -> str | None:

@@ -57,20 +57,14 @@ def choices_of(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 def messages_of(prompt: Any) -> tuple[Message, ...] | None:
     """Return the messages of a prompt that is a conversation or the JSON text of a conversation; None for any other
-    text.
-
-    Raises ValueError if a conversation is empty or ends with an assistant message, or if a message lacks role or
-    content.
-    """
+    text. Raises ValueError if a conversation is empty or ends with an assistant message, or if a message lacks role or
+    content."""
+    turns = prompt
     if isinstance(prompt, str):
-        if not prompt.lstrip().startswith("["):
+        turns = _from_json(prompt) if prompt.lstrip().startswith("[") else None
+        if not isinstance(turns, list) or not turns or not all(map(_is_turn, turns)):
             return None
-        turns = _from_json(prompt)
-        if not isinstance(turns, list) or not turns or not all(_is_turn(t) for t in turns):
-            return None
-    elif isinstance(prompt, list):
-        turns = prompt
-    else:
+    elif not isinstance(prompt, list):
         raise ValueError("must be a string, or messages with role and content")
     wrong = next((turn for turn in turns if not _is_turn(turn)), None)
     if not turns or wrong is not None:
@@ -87,5 +81,5 @@ def _is_turn(turn: Any) -> bool:
 def _from_json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

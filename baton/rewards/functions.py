@@ -52,9 +52,8 @@ dataset row is an argument too."""
 
 
 def import_function(path: str, what: str = "reward function") -> RewardFunction:
-    """Return the function with the path `path`, which is `module:name` or `file.py:name`. If a script has passed this
-    function (`PASSED`), return it without an import; otherwise import it. The module may be in the current directory.
-    Raises UserError if the import fails."""
+    """Return the function that a script passed (`PASSED`) or that is imported from `path`: `module:name` or
+    `file.py:name`. The module may be in the current directory. Raises UserError if the import fails."""
     return PASSED[path] if path in PASSED else _imported(path, what)
 
 
@@ -190,8 +189,7 @@ def _parts(result: Mapping[str, Any]) -> Outcome:
 
 def number(result: Any) -> Outcome:
     """Convert a result to a value. Valid results are numbers of Python, numpy or torch, and bools, which count as 0 or
-    1. Any other object becomes a failure, as does a number that is not finite or whose magnitude exceeds `MAX_REWARD`.
-    """
+    1. Other objects, and numbers that are not finite or exceed `MAX_REWARD` in magnitude, become a failure."""
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
         result = result.item()  # a scalar of numpy or torch
     if not isinstance(result, Real):
@@ -219,11 +217,8 @@ def malformed(result: Any, why: str) -> CallFailure:
 
 
 def describe_error(error: BaseException, function: RewardFunction | None = None) -> str:
-    """Describe an error in one line: its type, the first line of its message, and the file and line that raised it.
-
-    `function`: if the traceback has a line in this function's file, that line is reported instead of the innermost
-    line.
-    """
+    """Describe an error in one line: its type, the first line of its message, and the innermost file and line, or the
+    innermost line in the file of `function` if there is one."""
     text = str(error).strip().splitlines()
     shown = type(error).__name__
     if text:  # the text may quote a response, so control characters are escaped
@@ -255,12 +250,8 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
         else:
             played = {"num_turns": 1 + len(call.turns), "turn_scores": [one.reward for one in episode.exchanges]}
             extra_info = {**(extra_info or {}), **played}
-        return function(
-            data_source=columns.get("data_source", prompt.task),
-            solution_str=call.response,
-            ground_truth=raw,
-            extra_info=extra_info,
-        )
+        source = columns.get("data_source", prompt.task)
+        return function(data_source=source, solution_str=call.response, ground_truth=raw, extra_info=extra_info)
     arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
     if prompt.is_conversation:
         arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]

@@ -63,12 +63,9 @@ class Isolation:
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment variables of a scorer process. They include the variables of `run` (the run's environment)
-    whose names match `_ALLOWED` or are in `names`. Further variables set the path from which Python imports this
-    package, and limit OpenMP to one thread.
-
-    Raises UserError if a variable of `names` is not set.
-    """
+    """Return the environment variables of a scorer process: those of `run` (the run's environment) whose names match
+    `_ALLOWED` or are in `names`, the path of this package, and limits of the number of threads. Raises UserError if a
+    variable of `names` is not set. `key`: recipe key of `names`."""
     missing = [name for name in names if name not in run]
     if missing:
         raise UserError(f"{key}: got {missing[0]!r}, which is not set; set it, or leave it out")
@@ -83,16 +80,12 @@ def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.
 
 def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judge.network") -> Isolation:
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
-    the scorer's exit code.
-
-    `who` and `network_key` appear in `Isolation.description`. `who` names the isolated processes. `network_key` is the
-    recipe key that allows them to use the network.
-    """
+    the scorer's exit code. For `Isolation.description`, `who` names the isolated processes, and `network_key` is the
+    recipe key that allows them to use the network."""
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     scratch = Path(tempfile.mkdtemp(prefix="baton-judge-"))
     child = os.fork()
     if child:
@@ -102,14 +95,14 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
         shutil.rmtree(scratch, ignore_errors=True)
         os._exit(code)
     _forget_signals()
-    _die_with_the_parent()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if refusal is None:
         _mount_proc()
         child = os.fork()
         # this process is the first of the namespace: orphans become its children, and its end kills the whole namespace
         if child:
             os._exit(_reap(child))
-        _die_with_the_parent()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         os.setsid()
     _limit()
@@ -119,8 +112,7 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
 
 def detach_streams() -> None:
     """Redirect standard input from /dev/null and standard output to standard error, so that output of user code does
-    not mix with messages. Before this call, the caller must duplicate both streams, and then use only the duplicates
-    for messages."""
+    not mix with messages. For messages, the caller must use duplicates of the streams that it made before this call."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)  # by line, because a kill would lose the content of a larger buffer
@@ -172,15 +164,11 @@ def _wait(child: int, wake: int) -> int:
     poll.register(0, 0)  # event mask 0: poll reports only that the other end has closed; the scorer reads the data
     poll.register(wake, select.POLLIN)
     while True:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return 0
-            if pid == child:
-                return _exit_code(status)
-            if not pid:
-                break
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return _exit_code(status)
+        if pid:  # another descendant ended; there may be more
+            continue
         ready = dict(poll.poll())
         if 0 in ready or signal.SIGTERM in os.read(wake, 64):
             os.kill(child, signal.SIGKILL)
@@ -266,13 +254,9 @@ def _mount_proc() -> None:
         libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
 
 
-def _die_with_the_parent() -> None:
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _limit() -> None:

@@ -6,9 +6,8 @@ therefore always the fault of the call that it executes. Asynchronous scorers sh
 is killed, each of its unfinished calls is repeated in a separate process, which shows which call is at fault. All code
 of this file runs in the thread of one event loop.
 
-This file implements its own process pool, because pools of libraries lack these properties. In tests, pebble 5.2 had
-three faults. The whole pool breaks when an idle worker dies. The cause of a failed import is lost. If a scorer is
-killed, the processes that it has started keep running.
+Pools of libraries lack these properties. In pebble 5.2, the whole pool breaks when an idle worker dies, the cause of a
+failed import is lost, and the processes that a killed scorer has started keep running.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any, Protocol
 
 import msgspec
@@ -28,14 +28,12 @@ from baton.clock import Clock
 from baton.errors import EngineFault, UserError
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.isolation import environment
+from baton.rewards.scorer_protocol import Calls, Outcomes
 from baton.rewards.settings import LOAD_TIMEOUT_S, SERVER_START_S, JudgeSettings
 from baton.types import FailureCause
 
-Calls = tuple[protocol.Call, ...]
-Outcomes = tuple[protocol.Outcome, ...]
 KILL_S = 5.0
-"""Seconds in which a supervisor process must kill its scorer and the scorer's children, before the supervisor is killed
-too."""
+"""Seconds in which a supervisor process must kill its scorer before the supervisor is killed too."""
 GRACE_S = 1.0
 """Seconds after a call's deadline in which a shared process must report the timeout, before the process is killed."""
 
@@ -59,8 +57,7 @@ class ScorerProcess(Protocol):
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
         """Make one call. Raises WorkerExited if the process ends, and TimeoutError if no answer arrives within
-        `timeout_s`. `deadline_s`: maximum duration of the call. The process enforces it for asynchronous scorers; for
-        other scorers, the process ignores it."""
+        `timeout_s`. `deadline_s`: maximum duration of the call, which the process enforces for asynchronous scorers."""
 
     def kill(self) -> None:
         """Kill the process, without waiting for its end."""
@@ -74,12 +71,10 @@ Launch = Callable[[], Awaitable[ScorerProcess]]
 lost."""
 
 
-def _late(calls: Calls, deadline_s: float) -> Outcomes:
+def _unanswered(calls: Calls, error: TimeoutError | WorkerExited, deadline_s: float) -> Outcomes:
+    if isinstance(error, WorkerExited):
+        return protocol.failed(calls, FailureCause.CRASHED, str(error))
     return protocol.failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
-
-
-def _lost(calls: Calls, error: WorkerExited) -> Outcomes:
-    return protocol.failed(calls, FailureCause.CRASHED, str(error))
 
 
 class BusyTime:
@@ -87,17 +82,18 @@ class BusyTime:
 
     def __init__(self, num_slots: int, clock: Clock) -> None:
         self._num_slots, self._clock, self._lock = num_slots, clock, threading.Lock()
-        self._num_calls, self._since_s, self._busy_s = 0, clock(), 0.0
+        self._since_s, self._busy_s = clock(), 0.0
+        self.num_calls = 0
+        """Number of calls in progress."""
 
     def change(self, num_calls: int) -> None:
         """Change the number of calls in progress by `num_calls`, which may be negative."""
         with self._lock:
             self._count()
-            self._num_calls += num_calls
+            self.num_calls += num_calls
 
     def take(self) -> float:
-        """Return for how many seconds a slot was in use since the previous `take`. The value is the mean over all
-        slots."""
+        """Return for how many seconds a slot was in use since the previous `take`, averaged over all slots."""
         with self._lock:
             self._count()
             busy_s, self._busy_s = self._busy_s, 0.0
@@ -105,7 +101,7 @@ class BusyTime:
 
     def _count(self) -> None:
         now_s = self._clock()
-        self._busy_s += (now_s - self._since_s) * min(1.0, self._num_calls / self._num_slots)
+        self._busy_s += (now_s - self._since_s) * min(1.0, self.num_calls / self._num_slots)
         self._since_s = now_s
 
 
@@ -123,10 +119,11 @@ class WorkerPool:
         """holds_model: whether the shared process holds a reward model. If so, all calls run in this process, because
         only this process has the model. launch: starts a process; the default starts it on this machine."""
         self._setup, self._holds_model = setup, holds_model
-        slots = max((s.concurrency for s in setup.specs if isinstance(s, protocol.GenerativeModelSpec)), default=1)
-        self.num_slots = slots
-        """Maximum number of calls that a process with a reward model executes concurrently. For a classifier, it is 1,
-        because a classifier scores one batch at a time."""
+        servers = [spec for spec in setup.specs if isinstance(spec, protocol.GenerativeModelSpec)]
+        self._load_s = SERVER_START_S + GRACE_S if servers else LOAD_TIMEOUT_S
+        self.num_slots = max((spec.concurrency for spec in servers), default=1)
+        """Maximum concurrent calls of a process with a reward model; 1 for a classifier, which scores one batch at a
+        time."""
         self._is_here = launch is None
         self._launch = launch or (lambda: LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)
@@ -148,7 +145,7 @@ class WorkerPool:
                 worker.kill()
                 if self._holds_model:
                     self._shared_worker()  # begins to load the model again
-                    return _late(calls, deadline_s) if isinstance(error, TimeoutError) else _lost(calls, error)
+                    return _unanswered(calls, error, deadline_s)
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
@@ -179,11 +176,9 @@ class WorkerPool:
             worker = self._idle.pop() if self._idle else await self._start_worker_process()
             try:
                 outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
-            except TimeoutError:
+            except (WorkerExited, TimeoutError) as error:
                 worker.kill()
-                return _late(calls, deadline_s)
-            except WorkerExited as error:
-                return _lost(calls, error)
+                return _unanswered(calls, error, deadline_s)
             except asyncio.CancelledError:
                 worker.kill()
                 raise
@@ -217,18 +212,16 @@ class WorkerPool:
         launch = asyncio.ensure_future(self._launch())
         running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
         self._launches = [*running, launch]
-        starts_server = any(isinstance(spec, protocol.GenerativeModelSpec) for spec in self._setup.specs)
-        limit_s = SERVER_START_S + GRACE_S if starts_server else LOAD_TIMEOUT_S
         # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for it
         worker = await asyncio.shield(launch)
+        names = ", ".join(map(str, self._setup.specs))
         try:
-            ready = await asyncio.wait_for(worker.set_up(self._setup), limit_s)
+            ready = await asyncio.wait_for(worker.set_up(self._setup), self._load_s)
             self._unloadable, self._isolation = ready.error, ready.isolation
         except TimeoutError:
-            names = ", ".join(map(str, self._setup.specs))
-            self._unloadable = f"a worker process did not load {names} within {limit_s:g} s"
+            self._unloadable = f"a worker process did not load {names} within {self._load_s:g} s"
         except WorkerExited as lost:
-            self._unloadable = f"a worker process that loads {', '.join(map(str, self._setup.specs))} {lost}"
+            self._unloadable = f"a worker process that loads {names} {lost}"
         if self._unloadable:
             worker.kill()
             raise UserError(self._unloadable)
@@ -242,7 +235,7 @@ class LocalProcess:
         self.process = process
         self.is_alive = True
         self._waiting: dict[int, asyncio.Future[Outcomes]] = {}
-        self._next_id = 0
+        self._ids = count()
         self._ready: asyncio.Future[protocol.ScorerReady] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read())
 
@@ -267,8 +260,7 @@ class LocalProcess:
     async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
         if not self.is_alive:
             raise WorkerExited("has ended")
-        self._next_id += 1
-        call_id = self._next_id
+        call_id = next(self._ids)
         future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
@@ -305,7 +297,11 @@ class LocalProcess:
             while True:
                 header = await stream.readexactly(protocol.HEADER_BYTES)
                 body = await stream.readexactly(int.from_bytes(header, "big"))
-                self._on_reply(msgspec.msgpack.decode(body, type=protocol.FromWorker))
+                message = msgspec.msgpack.decode(body, type=protocol.FromWorker)
+                if isinstance(message, protocol.ScorerReady):
+                    self._ready.set_result(message)
+                elif (future := self._waiting.get(message.call_id)) and not future.done():
+                    future.set_result(message.outcomes)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, UnicodeDecodeError):
             pass
         self.kill()
@@ -317,13 +313,3 @@ class LocalProcess:
         for future in unanswered:
             if not future.done():
                 future.set_exception(WorkerExited(how))
-
-    def _on_reply(self, message: protocol.FromWorker) -> None:
-        if isinstance(message, protocol.ScorerReady):
-            self._ready.set_result(message)
-        elif (
-            isinstance(message, protocol.CallResult)
-            and (future := self._waiting.get(message.call_id))
-            and not future.done()
-        ):
-            future.set_result(message.outcomes)

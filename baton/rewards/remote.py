@@ -25,7 +25,7 @@ BUSY = frozenset({408, 425, 429})
 
 
 async def call_remote_scorer(
-    session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float | None, chat: ChatFormat | None = None
+    session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float | None, chat: ChatFormat | None
 ) -> Outcome:
     """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised.
     deadline_s: maximum duration in seconds; None if the caller enforces a limit."""
@@ -66,7 +66,7 @@ async def call_remote_scorer(
         return CallFailure(FailureCause.RAISED, f"refused with status {status}: {shown!r}")
     try:
         answer = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return CallFailure(FailureCause.MALFORMED, f"answered {shown!r}, which is not JSON")
     if chat is not None:
         return chat.outcome(answer)

@@ -1,13 +1,11 @@
-"""Scores responses. The result contains the reward, which is the weighted sum of the reward parts, and states whether
-the answer is correct.
+"""Scores responses. The reward is the weighted sum of the reward parts.
 
 Scorers that always return quickly are called inline. All other scorers are called in a background thread while the run
 generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
 reward, and the cause is recorded. A trajectory without a reward does not count as reward 0 or as a wrong answer.
 
-A multi-turn episode already has the reward of its environment when it is submitted. The values of reward functions,
-remote scorers and reward models are added to this reward. Reward parts of other kinds, such as `exact`, score the
-answer of a single-turn task and do not apply to episodes.
+A multi-turn episode already has the reward of its environment when it is submitted. The values of the reward parts in
+`OF_EPISODES` are added to this reward.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,12 +39,14 @@ from baton.rewards.mathematics import check_installed
 from baton.rewards.scorer_protocol import (
     Call,
     CallFailure,
+    Calls,
     CallValue,
     FunctionSpec,
     GenerativeModelSpec,
     MathSpec,
     ModelSpecs,
     Outcome,
+    Outcomes,
     RewardModelSpec,
     ScoredTask,
     ScorerSetup,
@@ -80,14 +80,12 @@ Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""
 Response = str | Sequence[Message]
 """Text of a trajectory, or turns and observations of an episode."""
-Calls = tuple[Call, ...]
-Outcomes = tuple[Outcome, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _BackgroundScorer:
     name: str
-    call: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
+    call: Callable[[ScoringThread, Calls], Coroutine[Any, Any, Outcomes]]
     sees_groups: bool = False
     """True if each call contains all responses of a group, False if each call contains one response."""
     needs_answer: bool = False
@@ -99,15 +97,15 @@ class _InlineScorer:
     """A scorer that always returns quickly, so it needs no deadline."""
 
     name: str
-    call: Callable[[Calls], Outcomes]
+    score: Callable[[Call], Outcome]
 
 
 _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores the responses to all tasks of a recipe. `start` starts the thread and one worker process. Without `start`,
-    thread and processes start when a call first needs them."""
+    """Scores the responses to all tasks of a recipe. Thread and processes start in `start`, or when a call first needs
+    them."""
 
     def __init__(
         self,
@@ -118,9 +116,9 @@ class RewardScorer:
         places: Sequence[tuple[str, Launch]] = (),
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
-        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: where to run a
-        reward model that has no `devices`. For each process of the model, it has the device and the function that
-        starts the process. The default is one process on this machine."""
+        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: for a reward model
+        without `devices`, the device of each process and the function that starts the process; by default, one process
+        on this machine."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -134,17 +132,15 @@ class RewardScorer:
             )
         self._tasks, self._rewards, self._answers = tasks, rewards, answers
         self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
-        """Whether multi-turn episodes must be submitted. If this value is False, the reward of an episode is the reward
-        that its environment gave."""
+        """Whether multi-turn episodes must be submitted. Otherwise, the environment gives the whole reward."""
         self._settings, self._places = settings or JudgeSettings(), places
         self._specs: list[Spec] = []
         self._models: dict[str, list[tuple[ModelSpecs, Launch | None]]] = {}
         self._thread: ScoringThread | None = None
-        self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
-            queue.SimpleQueue()
-        )
-        self._waiting: dict[int, Finished] = {}
-        self._next_id = 0
+        self._finished: queue.SimpleQueue[tuple[int, Future[list[RewardResult]]]] = queue.SimpleQueue()
+        self._waiting: dict[int, Sequence[Finished]] = {}
+        """Trajectories that were submitted together and have no rewards yet, by the number of their submission."""
+        self._submissions = count()
         self._unanswered: dict[str, int] = {}
         self.warnings = RewardWarnings()
         """Counts all collected rewards and formulates warnings about them."""
@@ -160,41 +156,30 @@ class RewardScorer:
 
     def start(self) -> str:
         """Start the processes of reward models, and a worker process if a scorer needs one. Return a line for the user
-        that describes the isolation of the processes, or an empty string if no process was started. Raises UserError if
-        a process cannot load a scorer."""
+        about the isolation of the processes; empty without processes. Raises UserError if a process cannot load a
+        scorer."""
         if not self._specs and not self._models:
             return ""
         return self._scoring_thread().run(self._scoring_thread().start_workers()).result(self.timeout_s)
 
     def score(self, prompt: Prompt, response: str) -> RewardResult:
-        pending = self._submit_calls((Call(prompt, response, self._parsed(prompt, response)),))
         try:
-            return (pending if isinstance(pending, list) else pending.result(self.timeout_s))[0]
+            return self._score((Call(prompt, response, self._parsed(prompt, response)),)).result(self.timeout_s)[0]
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._names()} returned no reward within {self.timeout_s:.0f} s") from error
 
     def submit(self, finished: Sequence[Finished], prompt: Prompt, responses: Sequence[Response]) -> None:
-        """Submit finished trajectories of one prompt. If `sees_groups` is True, submit the whole group in one call;
-        otherwise submit each trajectory as soon as it finishes.
-
-        `responses`: the text of each trajectory, or the turns and observations of each episode.
-
-        `collect` and `drain` return trajectories in any order. Trajectories that were submitted together are returned
-        together.
-        """
+        """Submit finished trajectories of one prompt: a whole group if `sees_groups` is True. `responses`: the text of
+        each trajectory, or the turns and observations of each episode. `collect` and `drain` return trajectories in any
+        order, but those that were submitted together are returned together."""
         if not finished:
             return
         if not self._waiting:
             self._last_result_s = time.monotonic()
-        ids = list(range(self._next_id, self._next_id + len(finished)))
-        self._next_id += len(finished)
-        self._waiting.update(zip(ids, finished, strict=True))
+        number = next(self._submissions)
+        self._waiting[number] = tuple(finished)
         calls = (self._call_of(one, prompt, response) for one, response in zip(finished, responses, strict=True))
-        pending = self._submit_calls(tuple(calls))
-        if isinstance(pending, list):
-            self._finished.put((ids, pending))
-        else:
-            pending.add_done_callback(lambda done: self._finished.put((ids, done)))
+        self._score(tuple(calls)).add_done_callback(lambda done: self._finished.put((number, done)))
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return the trajectories that have been scored. Wait at most `timeout_s` seconds for the first trajectory.
@@ -203,17 +188,23 @@ class RewardScorer:
         found: list[ScoredTrajectory] = []
         while self._waiting:
             try:
-                finished = self._finished.get(timeout=0.0 if found else timeout_s)
+                number, done = self._finished.get(timeout=0.0 if found else timeout_s)
             except queue.Empty:
                 break
             self._last_result_s = time.monotonic()
-            found += self._collect_finished(finished)
+            members = self._waiting.pop(number, None)
+            if members is None:  # `close` has dropped this submission
+                continue
+            results = done.result()
+            for result in results:
+                self.warnings.count(result)
+            found += [_scored(member, result) for member, result in zip(members, results, strict=True)]
         waited_s = time.monotonic() - self._last_result_s
         if not found and self._waiting and waited_s > self.timeout_s:
-            some = ", ".join(trajectory_of(one).name for one in list(self._waiting.values())[:4])
+            waiting = [trajectory_of(one).name for one in chain(*self._waiting.values())]
             raise DeadlineExceeded(
-                f"{self._names()} returned no reward for {waited_s:.0f} s while {len(self._waiting)} trajectories "
-                f"wait for a reward (first: {some})"
+                f"{self._names()} returned no reward for {waited_s:.0f} s while {len(waiting)} trajectories wait for a "
+                f"reward (first: {', '.join(waiting[:4])})"
             )
         return found
 
@@ -265,7 +256,7 @@ class RewardScorer:
     def _rewards_of(self, call: Call) -> Sequence[RewardSettings]:
         return self._rewards if call.episode is None else [r for r in self._rewards if r.kind in OF_EPISODES]
 
-    def _submit_calls(self, calls: Calls) -> Future[list[RewardResult]] | list[RewardResult]:
+    def _score(self, calls: Calls) -> Future[list[RewardResult]]:
         outcomes: dict[str, Outcomes] = {}
         background: dict[str, _BackgroundScorer] = {}
         parts = {r.name: self._parts[r.name] for r in self._rewards_of(calls[0])}
@@ -273,46 +264,45 @@ class RewardScorer:
             if isinstance(scorer, _BackgroundScorer):
                 background[name] = scorer
             elif scorer is not None:
-                outcomes[name] = scorer.call(calls)
+                outcomes[name] = tuple(map(scorer.score, calls))
         if not background:
-            return self._results(calls, outcomes)
+            done: Future[list[RewardResult]] = Future()
+            done.set_result(self._results(calls, outcomes))
+            return done
         return self._scoring_thread().run(self._call_all(calls, outcomes, background))
 
     async def _call_all(
         self, calls: Calls, outcomes: dict[str, Outcomes], background: dict[str, _BackgroundScorer]
     ) -> list[RewardResult]:
-        # each scorer is called once, even if the task's scorer and a reward part are the same scorer, such as `math`
+        # scorers with the same name are the same scorer, such as the task's scorer and a part with kind = "math"
         once = {scorer.name: scorer for scorer in background.values()}
         found = dict(zip(once, await asyncio.gather(*(self._call(s, calls) for s in once.values())), strict=True))
         return self._results(calls, outcomes | {name: found[scorer.name] for name, scorer in background.items()})
 
     async def _call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
-        if scorer.sees_groups:
-            return await self._checked_call(scorer, calls)
-        return tuple(
-            chain.from_iterable(await asyncio.gather(*(self._checked_call(scorer, (call,)) for call in calls)))
-        )
+        together: list[Calls] = [calls] if scorer.sees_groups else [(call,) for call in calls]
+        return tuple(chain(*await asyncio.gather(*(self._checked_call(scorer, each) for each in together))))
 
     async def _checked_call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
         """Call a scorer. After `MAX_UNANSWERED` calls without an answer, test the scorer with a call that it should
         answer. Raises UserError if the scorer does not answer the test."""
         if scorer.needs_answer and calls[0].answer is None:
             return (CallValue(0.0),)
-        outcomes = await scorer.call(calls)
+        outcomes = await scorer.call(self._scoring_thread(), calls)
         if _is_answered(outcomes):
             self._unanswered[scorer.name], self._answered[scorer.name] = 0, calls
             return outcomes
-        count = self._unanswered[scorer.name] = self._unanswered.get(scorer.name, 0) + 1
-        if count >= MAX_UNANSWERED:
+        num_failed = self._unanswered[scorer.name] = self._unanswered.get(scorer.name, 0) + 1
+        if num_failed >= MAX_UNANSWERED:
             self._unanswered[scorer.name] = 0
             known = self._answered.get(scorer.name)
             prompt = calls[0].prompt
             probe = known or (Call(prompt, prompt.answer or "", prompt.answer),) * len(calls)
-            tested = await scorer.call(probe)
+            tested = await scorer.call(self._scoring_thread(), probe)
             if not _is_answered(tested) and isinstance(failure := tested[0], CallFailure):
                 test = "a call that it had answered before" if known else "the reference answer as a response"
                 raise UserError(
-                    f"{scorer.name} did not answer {count} consecutive calls, then failed for {test}: it "
+                    f"{scorer.name} did not answer {num_failed} consecutive calls, then failed for {test}: it "
                     f"{failure.detail}; test it separately, or raise judge.deadline_s, then continue with --resume"
                 )
         return outcomes
@@ -339,16 +329,14 @@ class RewardScorer:
                 prefix = "" if len(rewards) == 1 else f"{reward.name}."
                 parts |= {prefix + name: part for name, part in outcome.parts.items()} or {reward.name: value}
         if failure is None and not parts and call.episode is None:
-            failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
+            text = "no reward part applies: every reward function returned None"
+            failure = CallFailure(FailureCause.MALFORMED, text)
         total = sum(r.weight * values.get(r.name, 0.0) for r in rewards)
-        failure = failure or _too_large(total)
-        if failure is not None:
-            return RewardResult(0.0, parts, False, call.answer, failure[1], failure[0])
         if isinstance(score, CallValue):
             is_correct = score.value is not None and score.value >= 1.0
         else:
             is_correct = bool(values) and all(values.get(r.name, 1.0) >= 1.0 for r in rewards if r.weight > 0)
-        return RewardResult(total, parts, is_correct, call.answer)
+        return _judged(total, parts, is_correct, call.answer, failure)
 
     def _scorer(self, task: ScoredTask) -> _Scorer | None:
         scorer = task.scorer
@@ -369,20 +357,17 @@ class RewardScorer:
             except Exception as error:  # noqa: BLE001 - a verifier may raise anything for some answers
                 return CallFailure(FailureCause.RAISED, f"raised {describe_error(error)}")
 
-        return _per_response(f"the scorer of task {task.name!r}", score_here)
+        return _InlineScorer(f"the scorer of task {task.name!r}", score_here)
 
     def _part(self, reward: RewardSettings) -> _Scorer | None:
         """Return the scorer of a reward part, or None if the part takes its value from the task's scorer."""
         match reward.kind:
             case "exact":
-                return _per_response(
-                    reward.name,
-                    lambda call: CallValue(
-                        float(call.answer is not None and call.answer == (call.prompt.answer or "").strip())
-                    ),
+                return _InlineScorer(
+                    reward.name, lambda call: CallValue(float(call.answer == (call.prompt.answer or "").strip()))
                 )
             case "format":
-                return _per_response(reward.name, lambda call: CallValue(float(self._meets_format(call))))
+                return _InlineScorer(reward.name, lambda call: CallValue(float(self._meets_format(call))))
             case "math":
                 return self._in_worker(MathSpec(), reward, needs_answer=True)
             case "http":
@@ -407,24 +392,22 @@ class RewardScorer:
         if reward.isolate:
             return self._in_worker(spec, reward, concurrency=concurrency)
         deadline_s = reward.deadline_s or self._settings.deadline_s
-
-        async def call_here(calls: Calls) -> Outcomes:
-            thread = self._scoring_thread()
-            return await thread.call_here(function, spec, calls, deadline_s, concurrency=concurrency or 1)
-
-        return _BackgroundScorer(str(spec), call_here, signature == "trl")
+        return _BackgroundScorer(
+            str(spec),
+            lambda thread, calls: thread.call_here(function, spec, calls, deadline_s, concurrency=concurrency or 1),
+            signature == "trl",
+        )
 
     def _remote(self, reward: RewardSettings) -> _BackgroundScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
         chat = None
         if reward.template:
             chat = ChatFormat(reward.model or "", reward.template, reward.pattern, reward.max_new_tokens)
-
-        async def call_url(calls: Calls) -> Outcomes:
-            thread, most = self._scoring_thread(), reward.concurrency
-            return await thread.call_remote(url, calls[0], deadline_s, concurrency=most, chat=chat)
-
-        return _BackgroundScorer(f"the reward scorer at {url}", call_url)
+        most = reward.concurrency
+        return _BackgroundScorer(
+            f"the reward scorer at {url}{_purpose(reward)}",
+            lambda thread, calls: thread.call_remote(url, calls[0], deadline_s, concurrency=most, chat=chat),
+        )
 
     def _model(self, reward: RewardSettings) -> _BackgroundScorer:
         path, deadline_s = reward.model or "", reward.deadline_s or MODEL_DEADLINE_S
@@ -439,12 +422,10 @@ class RewardScorer:
 
         places = here or self._places or [("auto", None)]
         self._models[reward.name] = [(spec_on(device), launch) for device, launch in places]
-
-        async def call_model(calls: Calls) -> Outcomes:
-            thread = self._scoring_thread()
-            return await thread.call_model(reward.name, calls, deadline_s, concurrency=reward.concurrency)
-
-        return _BackgroundScorer(f"reward model {path!r}", call_model)
+        return _BackgroundScorer(
+            f"reward model {path!r}{_purpose(reward)}",
+            lambda thread, calls: thread.call_model(reward.name, calls, deadline_s, concurrency=reward.concurrency),
+        )
 
     def _in_worker(
         self,
@@ -458,15 +439,15 @@ class RewardScorer:
         if isinstance(spec, MathSpec):
             check_installed()
         deadline_s = (reward and reward.deadline_s) or self._settings.deadline_s
+        index = len(self._specs)
         self._specs.append(spec)
-        index = len(self._specs) - 1
 
-        async def call_process(calls: Calls) -> Outcomes:
+        async def call_process(thread: ScoringThread, calls: Calls) -> Outcomes:
             if portable is not None:
                 prompt = calls[0].prompt
                 prompt = msgspec.structs.replace(prompt, metadata=portable(prompt.metadata))
                 calls = tuple(msgspec.structs.replace(call, prompt=prompt) for call in calls)
-            return await self._scoring_thread().call_worker(index, calls, deadline_s, concurrency=concurrency)
+            return await thread.call_worker(index, calls, deadline_s, concurrency=concurrency)
 
         sees_groups = isinstance(spec, FunctionSpec) and spec.signature == "trl"
         return _BackgroundScorer(str(spec), call_process, sees_groups, needs_answer)
@@ -492,16 +473,6 @@ class RewardScorer:
         scorers = [*self._scorers.values(), *self._parts.values()]
         return ", ".join(dict.fromkeys(s.name for s in scorers if isinstance(s, _BackgroundScorer)))
 
-    def _collect_finished(
-        self, finished: tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]
-    ) -> list[ScoredTrajectory]:
-        ids, pending = finished
-        members = [self._waiting.pop(number) for number in ids]
-        results = pending if isinstance(pending, list) else pending.result()
-        for result in results:
-            self.warnings.count(result)
-        return [_scored(member, result) for member, result in zip(members, results, strict=True)]
-
 
 def trajectory_of(finished: Finished) -> Trajectory:
     """Return the trajectory; for an episode, its last path."""
@@ -514,21 +485,22 @@ def _scored(finished: Finished, result: RewardResult) -> ScoredTrajectory:
         return ScoredTrajectory(finished, result)
     base, episode = finished.judgement, finished.episode
     assert episode is not None
-    parts, total = {**result.parts, **base.parts}, base.reward + result.reward
-    failure = (result.cause, result.failure) if result.failure is not None else _too_large(total)
-    if failure is not None:
-        return msgspec.structs.replace(
-            finished, judgement=RewardResult(0.0, parts, False, base.answer, failure[1], failure[0])
-        )
     is_correct = result.is_correct if episode.is_success is None else episode.is_success
-    return msgspec.structs.replace(finished, judgement=RewardResult(total, parts, is_correct, base.answer))
+    failure = None if result.cause is None else CallFailure(result.cause, result.failure or "")
+    judged = _judged(base.reward + result.reward, {**result.parts, **base.parts}, is_correct, base.answer, failure)
+    return msgspec.structs.replace(finished, judgement=judged)
 
 
-def _too_large(total: float) -> tuple[FailureCause, str] | None:
-    if abs(total) <= MAX_REWARD:
-        return None
-    text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
-    return FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]"
+def _judged(
+    total: float, parts: dict[str, float], is_correct: bool, answer: str | None, failure: CallFailure | None
+) -> RewardResult:
+    """Return the reward `total`, or the reason why it must not be used: `failure`, or a too large total."""
+    if failure is None and abs(total) > MAX_REWARD:
+        text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
+        failure = CallFailure(FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]")
+    if failure is not None:
+        return RewardResult(0.0, parts, False, answer, failure.detail, failure.cause)
+    return RewardResult(total, parts, is_correct, answer)
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
@@ -545,8 +517,9 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
 
 
-def _per_response(name: str, score: Callable[[Call], Outcome]) -> _InlineScorer:
-    return _InlineScorer(name, lambda calls: tuple(score(call) for call in calls))
+def _purpose(reward: RewardSettings) -> str:
+    """Return the part's name for a part with a template, because the parts of one model may have several templates."""
+    return f" for {reward.name!r}" if reward.template else ""
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
@@ -556,7 +529,7 @@ def _is_answered(outcomes: Outcomes) -> bool:
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 
 
-def _failure(scorer: _Scorer | None, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
+def _failure(scorer: _Scorer | None, outcome: Outcome | None) -> CallFailure | None:
     if scorer is None or not isinstance(outcome, CallFailure):
         return None
-    return outcome.cause, f"{scorer.name} {outcome.detail}"
+    return CallFailure(outcome.cause, f"{scorer.name} {outcome.detail}")

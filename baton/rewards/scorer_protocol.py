@@ -56,9 +56,11 @@ class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):
 
 
 Outcome = CallValue | CallFailure
+Calls = tuple[Call, ...]
+Outcomes = tuple[Outcome, ...]
 
 
-def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> tuple[Outcome, ...]:
+def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> Outcomes:
     """Return the same failure for each response of a call."""
     return (CallFailure(cause, detail),) * len(calls)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -25,9 +24,9 @@ from baton.clock import in_thread
 from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import RewardFunction, call_sync
-from baton.rewards.pool import BusyTime, Calls, Launch, MachineGone, Outcomes, WorkerPool
+from baton.rewards.pool import BusyTime, Launch, MachineGone, WorkerPool
 from baton.rewards.remote import call_remote_scorer
-from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, ModelSpecs, ScorerSetup
+from baton.rewards.scorer_protocol import Call, CallFailure, Calls, FunctionSpec, ModelSpecs, Outcomes, ScorerSetup
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
@@ -49,24 +48,19 @@ class ScoringThread:
         settings: JudgeSettings,
         models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
-        """Start the thread. Worker processes and connections start when a call first needs them. models: the reward
-        models of each reward part, by the part's name. Each device has one pair of a reward model and the function that
-        starts the model's process. If the function is None, the process starts on this machine.
-        """
+        """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
+        reward part → for each device, the reward model and the function that starts its process; None starts the
+        process on this machine."""
         self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(setup, settings)
-        self._models = {
-            name: [
-                WorkerPool(
-                    ScorerSetup((spec,), setup.sys_path, memory_bytes=0), settings, holds_model=True, launch=launch
-                )
-                for spec, launch in placed
-            ]
-            for name, placed in models.items()
-        }
+
+        def pool_of(spec: ModelSpecs, launch: Launch | None) -> WorkerPool:
+            own = ScorerSetup((spec,), setup.sys_path, memory_bytes=0)
+            return WorkerPool(own, settings, holds_model=True, launch=launch)
+
+        self._models = {name: [pool_of(*each) for each in placed] for name, placed in models.items()}
         self._busy = {pool: BusyTime(pool.num_slots, self._loop.time) for pool in chain(*self._models.values())}
-        self._num_calls: Counter[WorkerPool] = Counter()
         self._gone: dict[str, str] = {}
         """The latest error about a lost machine of a reward model, by the name of its reward part."""
         self._session: aiohttp.ClientSession | None = None
@@ -78,7 +72,7 @@ class ScoringThread:
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
-    async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
+    async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int) -> Outcomes:
         """Make a call in a worker process, and repeat the call if the process crashes. `spec`: index in
         `ScorerSetup.specs`. `concurrency`: maximum number of concurrent calls of this scorer in the shared process. 0
         means that the call runs in a process that executes no other call at the same time."""
@@ -93,8 +87,7 @@ class ScoringThread:
 
         async def ask() -> Outcomes:
             while pools:
-                pool = min(pools, key=lambda each: (not each.is_up, self._num_calls[each]))
-                self._num_calls[pool] += 1
+                pool = min(pools, key=lambda each: (not each.is_up, self._busy[each].num_calls))
                 self._busy[pool].change(1)
                 try:
                     return await pool.ask(0, calls, deadline_s, may_share=True)
@@ -103,7 +96,6 @@ class ScoringThread:
                     if pool in pools:  # another call may have removed it
                         pools.remove(pool)
                 finally:
-                    self._num_calls[pool] -= 1
                     self._busy[pool].change(-1)
             raise EngineFault(f"no process of the reward model of [[reward]] {name!r} is left: {self._gone[name]}")
 
@@ -111,7 +103,7 @@ class ScoringThread:
         return await self._retried(ask, causes, f"model {name}", concurrency * len(pools))
 
     async def call_remote(
-        self, url: str, call: Call, deadline_s: float, *, concurrency: int, chat: ChatFormat | None = None
+        self, url: str, call: Call, deadline_s: float, *, concurrency: int, chat: ChatFormat | None
     ) -> Outcomes:
         """Call a remote scorer, and repeat the call if the scorer cannot be reached."""
         if self._session is None:

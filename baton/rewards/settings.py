@@ -132,17 +132,11 @@ class RewardSettings(Settings):
             raise ValueError('template belongs to kind = "http" or "model"')
         if not check_pattern(self.pattern):
             raise ValueError(f"pattern: got {self.pattern!r}, but the number must be in a group, such as ([0-9]+)")
-        fields = type(self).model_fields  # a run's resolved recipe also states default values, so these are allowed
-        own = [name for name in ("batch_tokens", "devices", "dtype") if getattr(self, name) != fields[name].default]
-        if self.kind != "model" and own:
-            raise ValueError(f'{own[0]} belongs to kind = "model"')
-        changed = {
-            "context_tokens": self.context_tokens != fields["context_tokens"].default,
-            "arguments": bool(self.arguments),
-        }
-        if any(changed.values()) and not self.starts_server:
-            raise ValueError(f'{next(key for key in changed if changed[key])} belongs to kind = "model" with template')
-        if self.starts_server and self.batch_tokens != fields["batch_tokens"].default:
+        if self.kind != "model" and (key := self.first_given("batch_tokens", "devices", "dtype")):
+            raise ValueError(f'{key} belongs to kind = "model"')
+        if not self.starts_server and (key := self.first_given("context_tokens", "arguments")):
+            raise ValueError(f'{key} belongs to kind = "model" with template')
+        if self.starts_server and self.first_given("batch_tokens"):
             raise ValueError('batch_tokens belongs to kind = "model" without template')
         if self.starts_server and self.context_tokens <= self.max_new_tokens:
             raise ValueError(
@@ -155,7 +149,7 @@ class RewardSettings(Settings):
             raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
         if self.name == ENVIRONMENT:
             raise ValueError(f"name: {ENVIRONMENT!r} is the part that environments give; choose another name")
-        if self.kind != "function" and (self.signature != "auto" or not self.isolate):
+        if self.kind != "function" and self.first_given("signature", "isolate"):
             raise ValueError('signature and isolate belong to kind = "function"')
         return self
 

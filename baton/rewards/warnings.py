@@ -47,8 +47,8 @@ class RewardWarnings:
             self._new.append(result.failure)
 
     def take(self, when: str) -> list[str]:
-        """Return the lines of a warning about the failures since the last call of this method, and reset the counts.
-        The list is empty if nothing failed."""
+        """Return the lines of a warning about the failures since the last call of this method; empty without failures.
+        Reset the counts."""
         total, failed, new = self._total, self._failed, self._new
         self._total, self._failed, self._new = 0, Counter(), []
         if not failed:
@@ -87,8 +87,8 @@ def have_equal_rewards(groups: Sequence[Group]) -> bool:
 
 
 def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
-    """Return a sentence which says that within each group, rewards have been equal for `steps` steps. The sentence
-    gives the likely reason, derived from the last step's `groups`."""
+    """Return the warning that rewards within each group have been equal for `steps` steps, with the likely reason,
+    derived from the last step's `groups`."""
     members = _scored(groups)
     return (
         f"for {steps} steps all responses to a prompt have had the same reward ({_values(members)}), so they give no "
@@ -160,7 +160,6 @@ def _is_cut_before_answer(scored: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _reason(scored: Sequence[ScoredTrajectory]) -> str:
-    """Return the likely reason why the rewards of these responses are equal, and what to do."""
     if _is_cut_before_answer(scored):
         share = 100 * _share_cut(scored)
         return f"{share:.0f} % are cut at rollout.max_new_tokens before they state an answer; raise this limit"
@@ -169,7 +168,5 @@ def _reason(scored: Sequence[ScoredTrajectory]) -> str:
     if all(m.judgement.is_correct for m in scored):
         return "all are correct; choose harder tasks"
     if not any(m.judgement.is_correct for m in scored):
-        return (
-            "none is correct; choose easier tasks, or check in some responses that answers are extracted as you expect"
-        )
+        return "none is correct; choose easier tasks, or check in some responses that answers are extracted correctly"
     return "check what the reward functions return for some responses"

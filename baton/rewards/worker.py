@@ -51,8 +51,11 @@ async def _serve(scorers: list[LoadedScorer], inbox: Connection, outbox: Connect
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
+    async def reply(request: protocol.ScoreRequest) -> None:
+        _send(outbox, await answer(scorers, request))
+
     def start(request: protocol.ScoreRequest) -> None:
-        task = loop.create_task(_answer(scorers, request, outbox))
+        task = loop.create_task(reply(request))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -62,10 +65,6 @@ async def _serve(scorers: list[LoadedScorer], inbox: Connection, outbox: Connect
 
     threading.Thread(target=receive_all, daemon=True).start()
     await asyncio.Event().wait()
-
-
-async def _answer(scorers: Sequence[LoadedScorer], request: protocol.ScoreRequest, outbox: Connection) -> None:
-    _send(outbox, await answer(scorers, request))
 
 
 def load_scorers(setup: protocol.ScorerSetup) -> tuple[list[LoadedScorer], str | None]:
@@ -81,15 +80,13 @@ def load_scorers(setup: protocol.ScorerSetup) -> tuple[list[LoadedScorer], str |
 
 async def answer(scorers: Sequence[LoadedScorer], request: protocol.ScoreRequest) -> protocol.CallResult:
     """Execute a call. A failure of the scorer is an outcome of the call."""
-    # this limit applies to asynchronous scorers only; the run kills the process of a synchronous scorer
-    limit = asyncio.timeout(request.deadline_s)
     try:
-        async with limit:
+        # this limit applies to asynchronous scorers only; the run kills the process of a synchronous scorer
+        async with asyncio.timeout(request.deadline_s):
             outcomes = await scorers[request.spec](request.calls)
     except TimeoutError:
-        outcomes = protocol.failed(
-            request.calls, FailureCause.TIMEOUT, f"gave no answer within {request.deadline_s:g} s"
-        )
+        text = f"gave no answer within {request.deadline_s:g} s"
+        outcomes = protocol.failed(request.calls, FailureCause.TIMEOUT, text)
     return protocol.CallResult(request.call_id, outcomes)
 
 

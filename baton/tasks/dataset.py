@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Literal
@@ -23,13 +23,11 @@ from baton.rewards.dataset_columns import (
     messages_of,
 )
 from baton.rewards.scorer_protocol import MathSpec, Scorer
+from baton.tasks.problem import Problem
 from baton.tasks.rows import Row, read_rows
-from baton.tasks.task import Problem
 from baton.types import Message
 
 FileScorer = Literal["number", "math", "letter", "none"]
-_GSM8K = re.compile(r"(?:^|\n)#### *([^\n]+?)\s*$")
-"""The last line of a solution in GSM8K, which states the answer."""
 _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -49,31 +47,19 @@ class FileTask:
         scorer: FileScorer = "number",
     ) -> None:
         """Read and check the whole file. Raises UserError that names the file and the line or row."""
-        self.name = name
-        self._scorer = scorer
+        scorers: dict[FileScorer, Scorer] = {"number": "inline", "math": MathSpec(), "letter": "inline", "none": None}
+        self.name, self.scorer, self._scores = name, scorers[scorer], scorer
         rows = read_rows(f"task {name!r}", path, split, config)
         if prompt_column == "prompt":  # all rows use the column that the first row has
             prompt_column = next((c for c in PROMPT_COLUMNS if rows[0][1].get(c) is not None), prompt_column)
         self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
-        self._rows = [self._problem(where, row) for where, row in rows]
-        self.columns = frozenset(name for row in self._rows for name in row.metadata)
+        self.rows = [self._problem(where, row) for where, row in rows]
+        self.columns = frozenset(name for row in self.rows for name in row.metadata)
         self._order = lru_cache(maxsize=4)(self._make_order)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def rows(self) -> Sequence[Problem]:
-        return self._rows
-
-    @property
-    def scorer(self) -> Scorer:
-        scorers: dict[FileScorer, Scorer] = {"number": "inline", "math": MathSpec(), "letter": "inline", "none": None}
-        return scorers[self._scorer]
-
     def draw(self, seed: int, index: int) -> Problem:
-        epoch, position = divmod(index, len(self._rows))
-        return self._rows[self._order(seed, epoch)[position]]
+        epoch, position = divmod(index, len(self.rows))
+        return self.rows[self._order(seed, epoch)[position]]
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return metadata
@@ -83,7 +69,7 @@ class FileTask:
         otherwise 0. With the scorer `letter`, compare the letters of the choices instead."""
         if answer is None or reference is None:
             return 0.0
-        if self._scorer == "letter":
+        if self._scores == "letter":
             return float(choice_letter(answer) == reference)
         return float(answer.strip() == reference.strip() or _same_number(answer, reference))
 
@@ -98,9 +84,9 @@ class FileTask:
         except ValueError as error:
             raise UserError(f"{where}: {self._prompt_column!r} {error}") from error
         extra = {name: value for name, value in row.items() if name != "prompt" or self._prompt_column != "prompt"}
-        value = None if self._scorer == "none" else self._value(where, row)
+        value = None if self._scores == "none" else self._value(where, row)
         answer = None if value is None else self._reference(where, value)
-        if self._scorer == "letter":
+        if self._scores == "letter":
             labels, texts = choices_of(row)
             answer = self._choice(where, value, labels, texts)
             if messages is None and texts:
@@ -128,8 +114,9 @@ class FileTask:
     def _reference(self, where: str, value: str | int | float) -> str:
         text = str(value)
         if self._answer_after is None:
-            stated = _GSM8K.search(text)
-            return stated[1] if stated else text
+            last_line = text.rstrip().rpartition("\n")[2]
+            stated = last_line.removeprefix("####").strip()  # as in GSM8K
+            return stated if stated and last_line.startswith("####") else text
         _, mark, text = text.rpartition(self._answer_after)
         if not mark:
             raise UserError(f"{where}: the answer has no {self._answer_after!r} (answer_after): {_shown(value)}")
@@ -149,7 +136,7 @@ class FileTask:
         )
 
     def _make_order(self, seed: int, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
+        order = list(range(len(self.rows)))
         random.Random(f"{seed}:{epoch}").shuffle(order)
         return order
 

@@ -15,8 +15,7 @@ from baton.environments.instances import EnvironmentInstances
 from baton.environments.pool import EnvironmentPool
 from baton.environments.settings import EnvironmentSettings
 from baton.errors import UserError
-from baton.rewards.scorer_protocol import Scorer
-from baton.tasks.task import Problem
+from baton.tasks.problem import Problem
 from baton.types import Message
 
 SHIPPED = {
@@ -28,11 +27,6 @@ SHIPPED = {
 """Short name → import path of each environment of Baton. The run resets these environments in its own process."""
 POLL_S = 1.0
 """Seconds between two checks for a stop request while an environment is reset."""
-
-
-def environment_spec(name: str, environment: str, args: Mapping[str, Any], **fields: Any) -> EnvironmentSpec:
-    """Return the spec of an environment, given by a short name or an import path."""
-    return EnvironmentSpec(name, SHIPPED.get(environment, environment), dict(args), **fields)
 
 
 def import_path(given: Any) -> Any:
@@ -52,9 +46,6 @@ def import_path(given: Any) -> Any:
 class EnvironmentTask:
     """A source of episodes. Draw `i` of a stream resets the environment with a seed that is derived from `i` and the
     stream's seed."""
-
-    scorer: Scorer = None
-    columns = ()
 
     def __init__(
         self, spec: EnvironmentSpec, settings: EnvironmentSettings, rows: Sequence[Mapping[str, Any]] = ()
@@ -85,14 +76,6 @@ class EnvironmentTask:
         if first.tools:
             metadata["tools"] = list(first.tools)
         return Problem(question, first.canonical, None, metadata, (Message("user", question),))
-
-    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata unchanged, because multi-turn tasks have no scorer."""
-        return metadata
-
-    def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Never called, because rewards come with the environment's observations."""
-        raise AssertionError("an environment gives its own rewards")
 
     def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
         """Play random actions until the episode ends; yield actions and observations alternately, an action last.

@@ -25,8 +25,8 @@ from baton.rewards.functions import number
 from baton.rewards.scorer_protocol import Score, Scorer, ScorerSpec
 from baton.tasks.arithmetic import OWN_TASKS, ArithmeticProblems
 from baton.tasks.gym_answer_filter import may_be_scored
+from baton.tasks.problem import Problem
 from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
-from baton.tasks.task import Problem
 
 BLOCK = 500
 """Number of items of each reasoning-gym dataset object. The number is small, because some generators prepare all items

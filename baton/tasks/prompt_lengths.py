@@ -12,8 +12,8 @@ import msgspec
 
 from baton.errors import UserError
 from baton.tasks.dataset import FileTask
+from baton.tasks.problem import Problem
 from baton.tasks.stream import TaskMixture
-from baton.tasks.task import Problem
 from baton.types import Prompt
 
 SAMPLE = 64

@@ -56,7 +56,7 @@ def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
             where = f"{file}, line {number}"
             try:
                 yield where, msgspec.json.decode(line, type=Row)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise UserError(f"{what}: {where} is not a JSON object: {error}") from error
 
 

@@ -9,19 +9,22 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from baton.environments.calls import ToolFormat
+from baton.environments.calls import EnvironmentSpec, ToolFormat
 from baton.environments.settings import EnvironmentSettings
 from baton.errors import TaskExhausted, UserError
 from baton.rewards.answer import INSTRUCTIONS
 from baton.rewards.settings import AnswerSettings
 from baton.settings import Settings
 from baton.tasks.dataset import FileTask
-from baton.tasks.environment import EnvironmentTask, environment_spec, import_path
+from baton.tasks.environment import SHIPPED, EnvironmentTask, import_path
 from baton.tasks.gym import GymTask
+from baton.tasks.problem import HELD_OUT_PERCENT, Problem
 from baton.tasks.rows import read_rows
-from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
 
+Task = FileTask | GymTask | EnvironmentTask
+"""A source of problems. `draw(seed, index)` returns the problem at position `index` of the stream with this seed. The
+same arguments return the same problem. Two positions may have the same problem."""
 TOOLS = "baton.environments.tools:ToolEnvironment"
 MAX_MISSES = 2_000
 """A task counts as exhausted after this number of consecutive draws without a usable problem."""
@@ -104,24 +107,16 @@ class ProblemSettings(Settings):
         if self.environment is not None:
             return self._of_an_environment()
         if self.path is not None and (self.gym is not None or self.params or self.form == "compact"):
-            raise ValueError(
-                "path is a file of problems: remove gym, params and form = 'compact', which do not apply to it"
-            )
+            raise ValueError("path is a file of problems: remove gym, params and form = 'compact', which do not apply")
         columns = ("config", "split", "prompt_column", "answer_column", "answer_after", "scorer")
-        if self.path is None and (key := self._first_given(*columns)):
+        if self.path is None and (key := self.first_given(*columns)):
             raise ValueError(f"{key} applies only to a task with a path: set path, or remove {key}")
-        if key := self._first_given("max_turns", "max_turn_tokens", "max_observation_tokens", "discount"):
+        if key := self.first_given("max_turns", "max_turn_tokens", "max_observation_tokens", "discount"):
             raise ValueError(f"{key} applies only to a multi-turn task: set environment, or remove {key}")
         return self
 
-    def _first_given(self, *keys: str) -> str | None:
-        """Return the first of `keys` whose value differs from its default, or None if all have their default values."""
-        return next((key for key in keys if getattr(self, key) != type(self).model_fields[key].default), None)
-
     def _of_an_environment(self) -> ProblemSettings:
-        if key := self._first_given(
-            "gym", "form", "prompt_column", "answer_column", "answer_after", "scorer", "answer"
-        ):
+        if key := self.first_given("gym", "form", "prompt_column", "answer_column", "answer_after", "scorer", "answer"):
             raise ValueError(f"{key} does not apply to a task with an environment, which gives prompts and rewards")
         if self.tools and self.environment != TOOLS:
             raise ValueError("tools make an environment: remove environment, or remove tools")
@@ -135,9 +130,8 @@ class ProblemSettings(Settings):
         if self.environment is not None:
             rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split, self.config)
             args = {**self.params, "tools": list(self.tools)} if self.tools else self.params
-            spec = environment_spec(
-                self.name, self.environment, args, tool_format=tool_format, max_turns=self.max_turns
-            )
+            path = SHIPPED.get(self.environment, self.environment)
+            spec = EnvironmentSpec(self.name, path, args, tool_format=tool_format, max_turns=self.max_turns)
             return EnvironmentTask(spec, environments or EnvironmentSettings(), [row for _, row in rows])
         if self.path is not None:
             keys = ("split", "config", "prompt_column", "answer_column", "answer_after", "scorer")
@@ -198,8 +192,7 @@ class TaskMixture:
             raise UserError("the recipe has no [[task]]: add at least one")
         every: list[ProblemSettings] = [*settings, *tests]
         names = [s.name for s in every]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
+        if twice := {name for name in names if names.count(name) > 1}:
             raise UserError(
                 f"[[task]] and [[eval.task]]: the name {min(twice)!r} is used twice; give each task its own name"
             )
@@ -209,7 +202,7 @@ class TaskMixture:
         """Test sets. Without test sets, evaluations use the held-out problems of `tasks`."""
         self.weights = [s.weight for s in settings]
         self.refuses_long = {s.name: s.too_long == "refuse" for s in every}
-        """Task name → True if the run must not start when the task has a prompt that is too long."""
+        """Task name → whether the run must not start when the task has a prompt that is too long."""
         self._own_limits = {s.name: s.max_prompt_tokens or sys.maxsize for s in every}
         self.max_tokens = self._own_limits
         """Task name → maximum number of tokens of its prompts."""
@@ -230,7 +223,7 @@ class TaskMixture:
         }
 
     @property
-    def scored_tasks(self) -> dict[str, Task]:
+    def scored_tasks(self) -> dict[str, FileTask | GymTask]:
         """Name → task, for the tasks and test sets that reward scorers score: all except multi-turn tasks."""
         every = {**self.tasks, **self.tests}
         return {name: task for name, task in every.items() if not isinstance(task, EnvironmentTask)}
@@ -274,15 +267,13 @@ class TaskMixture:
         return Prompt(problem.problem_id, task, messages, problem.answer, problem.metadata, is_conversation)
 
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
-        """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
+        """Return distinct held-out prompts in equal shares from all tasks; if there are test sets, return their prompts
+        instead. Every call returns the same prompts.
 
-        If there are test sets, return their prompts instead. The key `num_prompts` of a test set states how many
-        prompts it gives. If the key is missing and `uses_all` is True, the test set gives all problems of its `path`.
-        If the key is missing and `uses_all` is False, the argument `num_prompts` applies. If `or_fewer` is False, no
-        test set gives more prompts than the argument `num_prompts`.
-
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, and for
-        test sets, the error is raised only if no held-out problem is found.
+        A test set gives as many prompts as its own `num_prompts` states. By default, it gives all rows of its `path` if
+        it `uses_all`, and otherwise as many as the argument `num_prompts`. Without `or_fewer`, no test set gives more
+        than this argument. Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With
+        `or_fewer`, and for test sets, the error is raised only if no held-out problem is found.
         """
         prompts: list[Prompt] = []
         if self.tests:
@@ -351,8 +342,7 @@ class PromptStream:
         prompts: list[Prompt] = []
         misses = 0
         while len(prompts) < num_prompts:
-            # each draw has its own generator, so that the stream can continue from `position` without stored random
-            # state
+            # each draw has its own generator, so that a stream can continue from `position` without a random state
             dice = random.Random(f"{self._seed}:{sum(self.position.values())}")
             name = dice.choices(names, self._mixture.weights)[0]
             problem = self._mixture.tasks[name].draw(self._seed, self.position[name])
@@ -361,16 +351,13 @@ class PromptStream:
             is_trained = self._mixture.trains_on(name, problem)
             has_room = not is_trained or self._mixture.has_room(prompt)
             self._too_long += not has_room
-            if not is_trained or not has_room:
-                misses += 1
-            else:
-                misses = 0
+            if is_trained and has_room:
                 prompts.append(prompt)
+                misses = 0
+                continue
+            misses += 1
             if misses > MAX_MISSES:
-                hint = (
-                    "widen its params, or choose a dataset with other problems than the test sets"
-                    if has_room
-                    else "its prompts are too long: raise engine.max_context_tokens"
-                )
+                hint = "widen its params, or choose a dataset with other problems than the test sets"
+                hint = hint if has_room else "its prompts are too long: raise engine.max_context_tokens"
                 raise TaskExhausted(f"task {name!r} gave no training problem in {MAX_MISSES} draws: {hint}")
         return prompts

@@ -65,7 +65,7 @@ class Counter:
         elif action == "long":
             return "x" * 100_000, 0.0, False, False, {}
         elif action == "surrogate":
-            return "\ud800", 0.0, False, False, {}
+            return "\ud800", 0.0, False, False, {"tool": "\ud800", "\ud800": 1.0}
         elif action == "wrong shape":
             return "text"  # type: ignore[return-value]
         elif action == "end":

@@ -110,6 +110,9 @@ def test_gymnasium() -> None:
     wrong = walk.act(request(1, "I walk", row={"at": 1}))
     assert isinstance(wrong, Observation)
     assert wrong.text == "The action is not valid: write an integer from 0 to 2.\n.@"
+    endless = walk.act(request(2, "9" * 5000, row={"at": 1}))  # more digits than Python converts
+    assert isinstance(endless, Observation)
+    assert endless.text == wrong.text
     log = turns_of("I walk", wrong)
     moved = walk.act(request(1, "first 1, no: 2", turns=log, row={"at": 1}))
     assert isinstance(moved, Observation)

@@ -111,6 +111,7 @@ def test_a_wrong_answer_is_told_its_failing_examples_and_may_be_corrected() -> N
         "def twice(x):\n    return {1: 2, 'ab': 'abab', 0: 0}[x]",  # the hidden test
         "import os, json\nos.write(1, json.dumps([[2, None]] * 4).encode())\nos._exit(0)",
         "class Any:\n    def __eq__(self, other): return True\ndef twice(x): return Any()",
+        "import os\nos.write(1, b'[' * 100_000)\nos._exit(0)",
         "import sys\nsys.exit(0)",
         "def twice(x):\n    while True: pass",
         "def twice(x) return",

@@ -60,7 +60,7 @@ def test_what_an_observation_holds(pool: EnvironmentPool) -> None:
     assert isinstance(long, Observation)
     assert long.text == "x" * 1000 + "\n[99000 more characters]"
     assert isinstance(strange, Observation)
-    assert strange.text == "?"
+    assert (strange.text, strange.tool, strange.metrics) == ("?", "?", {"?": 1.0})
     for number in (6, 7):
         pool.discard(EpisodeKey(0, number, 0))
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from environment_cases import Turn, play, pool_of, request, results
 
-from baton.environments.calls import EpisodeKey, Observation, ToolFormat
+from baton.environments.calls import EnvironmentSpec, EpisodeKey, Observation, ToolFormat
 from baton.environments.settings import EnvironmentSettings
-from baton.tasks.environment import EnvironmentTask, environment_spec
+from baton.tasks.environment import EnvironmentTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(600)]
 
@@ -92,7 +92,7 @@ def episode(toml: str, actions: list[str], row: dict[str, Any] | None = None) ->
     """The prompt and the observations of an episode, which is also rebuilt from its log in another process."""
     assert len(toml.strip().splitlines()) <= 5
     (section,) = tomllib.loads(toml)["task"]
-    spec = environment_spec(
+    spec = EnvironmentSpec(
         section["name"], section["environment"], section.get("params", {}), tool_format=ToolFormat("hermes")
     )
     task = EnvironmentTask(spec, EnvironmentSettings(), [row] if row else ())
@@ -165,7 +165,7 @@ def test_skyrl_gym() -> None:
 def test_a_class_in_the_documented_shape_of_trl(tmp_path: Path) -> None:
     (tmp_path / "lift.py").write_text(LIFT_SOURCE)
     toml = LIFT.format(file=tmp_path / "lift.py")
-    spec = environment_spec("lift", f"{tmp_path}/lift.py:Lift", {}, tool_format=ToolFormat("hermes"))
+    spec = EnvironmentSpec("lift", f"{tmp_path}/lift.py:Lift", {}, tool_format=ToolFormat("hermes"))
     task = EnvironmentTask(spec, EnvironmentSettings())
     wanted = int(task.draw(0, 0).question.rpartition(" ")[2])
     task.close()

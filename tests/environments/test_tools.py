@@ -86,6 +86,8 @@ def test_calls_are_read_in_the_form_of_the_family(family: str, text: str, calls:
         ("hermes", '<tool_call>{"name": "a", "arguments": "x"}</tool_call>', "the arguments are not a JSON object"),
         ("mistral", "[TOOL_CALLS]weather", "the calls are not JSON"),
         ("llama3", '{"name": "weather"', "the call is not JSON"),
+        pytest.param("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "the call is not JSON", id="hermes nested"),
+        pytest.param("mistral", f"[TOOL_CALLS]{'[' * 100_000}", "the calls are not JSON", id="mistral nested"),
     ],
 )
 def test_an_unreadable_call_is_a_call_with_an_error(family: str, text: str, error: str) -> None:

@@ -106,6 +106,12 @@ def test_a_letter_states_a_choice_if_it_stands_alone(text: str, letter: str | No
     assert choice_letter(text) == letter
 
 
+@pytest.mark.timeout(60)
+def test_many_brackets_before_a_letter_take_linear_time() -> None:
+    assert choice_letter("(" * 300_000) is None
+    assert choice_letter("(" * 300_000 + "\\text{( C}") == "C"
+
+
 @given(pieces=st.lists(st.sampled_from(["<answer>", "</answer>", "\\boxed{", "{", "}", "</think>", "4", " ", "\n"])))
 def test_a_met_format_always_has_an_answer_and_an_answer_never_holds_its_own_mark(pieces: list[str]) -> None:
     response = "".join(pieces)

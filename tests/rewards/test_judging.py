@@ -301,6 +301,8 @@ def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_ag
     assert children() <= before
     assert judge.score(PROMPT, "good").reward == 1.0
     assert list(judge.drain()) == []
+    judge.submit([trajectory(1, 0)], PROMPT, ["good"])
+    assert [one.trajectory for one in judge.drain()] == [trajectory(1, 0)], "the closed calls are forgotten"
     judge.close()
 
 

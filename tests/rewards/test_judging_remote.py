@@ -45,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"I am not HTTP\r\n\r\n")
             case ["latin"]:
                 self._say(200, b'{"reward": "\xe9"}')
+            case ["nested"]:
+                self._say(200, "[" * 100_000)
             case ["busy", status]:
                 self._say(int(status) if count < 3 else 200, "0.5")
             case ["slow"]:
@@ -55,6 +57,8 @@ class Handler(BaseHTTPRequestHandler):
                 with self.lock:
                     Handler.at_once -= 1
                 self._say(200, "1")
+            case ["echo"]:
+                self._say(200, chat_reply(json.loads(body)["messages"][0]["content"]))
             case [status, *rest]:
                 self._say(int(status), "/".join(rest))
 
@@ -127,6 +131,7 @@ def test_a_remote_judge_is_told_everything(url: str) -> None:
         ("200/<html>", FailureCause.MALFORMED, "answered '<html>', which is not JSON"),
         ("200/", FailureCause.MALFORMED, "answered '', which is not JSON"),
         ("latin", FailureCause.MALFORMED, "which is not JSON"),
+        ("nested", FailureCause.MALFORMED, "which is not JSON"),
         ("200/null", FailureCause.MALFORMED, "returned None (NoneType), which is not a number"),
         ('200/"1.0"', FailureCause.MALFORMED, "returned '1.0' (str), which is not a number"),
         ("200/[1]", FailureCause.MALFORMED, "returned [1] (list), which is not a number"),
@@ -194,6 +199,14 @@ def test_a_generative_reward_model_is_sent_the_template_and_its_number_is_parsed
     }
     assert [sent for _, sent in Handler.asked] == [expected]
     assert ask_chat(url, chat_reply("Rating: 4 (of 10)"), pattern=r"Rating: (\d+)").reward == 4.0
+
+
+def test_two_parts_may_send_different_templates_to_one_url(url: str) -> None:
+    keys = {"kind": "http", "url": f"{url}/echo", "model": "judge", "deadline_s": 60.0}
+    parts = [RewardSettings(name=name, template=f"{{response}} {name}", **keys) for name in ("3", "4")]
+    with RewardScorer({"some": SomeTask()}, parts, {}) as judge:  # type: ignore[dict-item]
+        found = judge.score(PROMPT, "2")
+    assert found.parts == {"3": 3.0, "4": 4.0}
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from baton.rewards.scorer import RewardScorer
 from baton.rewards.scorer_protocol import Call, Signature
 from baton.rewards.settings import RewardSettings
 from baton.tasks.dataset import FileTask
+from baton.tasks.problem import Problem
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
-from baton.tasks.task import Problem
 from baton.types import Message
 
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]

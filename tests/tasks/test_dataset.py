@@ -87,6 +87,7 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
     [
         (b"{not json}", "line 3 is not a JSON object"),
         (b"[1, 2]", "line 3 is not a JSON object"),
+        pytest.param(b'{"prompt": ' + b"[" * 100_000, "line 3 is not a JSON object", id="nested"),
         (b'{"prompt": "\xff", "answer": 1}', "line 3 is not a JSON object"),
         (b'{"prompt": "?"}', "line 3 has no 'answer'; it has ['prompt']"),
         (b'{"answer": 1, "question": "?"}', "line 3 has no 'prompt'; it has ['answer', 'question']"),
@@ -111,6 +112,20 @@ def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="has no rows"):
         FileTask("mine", str(tmp_path / "empty.jsonl"))
+
+
+def test_a_prompt_of_many_brackets_is_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "[" * 100_000, "answer": 1})
+    assert FileTask("mine", path).draw(0, 0).question == "[" * 100_000
+
+
+@pytest.mark.timeout(60)
+def test_many_spaces_in_a_reference_take_linear_time(tmp_path: Path) -> None:
+    reference = f"####{' ' * 20_000}5\nno"
+    path = write(
+        tmp_path / "q.jsonl", {"prompt": "?", "answer": reference}, {"prompt": "?", "answer": "so\n####  5 \n"}
+    )
+    assert [row.answer for row in FileTask("mine", path).rows] == [reference, "5"]
 
 
 def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:

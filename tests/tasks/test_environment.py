@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from baton.environments.calls import ActFailure, ActRequest, EpisodeKey
+from baton.environments.calls import ActFailure, ActRequest, EnvironmentSpec, EpisodeKey
 from baton.environments.pool import EnvironmentPool
 from baton.environments.settings import EnvironmentSettings
 from baton.environments.sokoban import Sokoban
 from baton.errors import UserError
-from baton.tasks.environment import EnvironmentTask, environment_spec
+from baton.tasks.environment import SHIPPED, EnvironmentTask
 from baton.tasks.stream import TaskSettings
 
 SOURCE = """
@@ -37,7 +37,7 @@ class Echo:
 
 
 def sokoban(**args: Any) -> EnvironmentTask:
-    return EnvironmentTask(environment_spec("rooms", "sokoban", args), EnvironmentSettings())
+    return EnvironmentTask(EnvironmentSpec("rooms", SHIPPED["sokoban"], args), EnvironmentSettings())
 
 
 def test_a_draw_is_a_function_of_seed_and_index_and_its_canonical_form_is_that_of_the_room() -> None:
@@ -67,7 +67,7 @@ def test_a_tenth_of_the_rooms_is_held_out_and_no_symmetric_room_is_trained_on() 
 @pytest.mark.timing
 def test_a_users_class_is_reset_in_a_process_and_acts_on_the_state_that_the_prompt_shows(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
-    spec = environment_spec("mine", f"{tmp_path}/mine.py:Echo", {"prefix": "say "})
+    spec = EnvironmentSpec("mine", f"{tmp_path}/mine.py:Echo", {"prefix": "say "})
     task = EnvironmentTask(spec, EnvironmentSettings(), rows=[{"word": "one"}, {"word": "two"}, {"word": "bad"}])
     problems = [task.draw(1, index) for index in (0, 1, 3)]
     assert [problem.question for problem in problems] == [f"Repeat.\n\nsay {word}" for word in ("one", "two", "one")]

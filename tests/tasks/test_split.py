@@ -15,9 +15,9 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import WarmStart
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
 from baton.tasks.gym import BLOCK, GymTask, gym_tasks
+from baton.tasks.problem import HELD_OUT_PERCENT, Problem
 from baton.tasks.problem_forms import canonical_problem
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.tasks.task import HELD_OUT_PERCENT, Problem
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HELD_OUT = {"chain_sum": 60, "basic_arithmetic": 60, "countdown": 20, "knights_knaves": 15}

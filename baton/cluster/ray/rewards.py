@@ -21,7 +21,8 @@ from baton.cluster.ray.actors import RewardActor
 from baton.cluster.ray.connection import START_DEADLINE_S, RayCluster
 from baton.errors import UserError, first_line
 from baton.rewards import scorer_protocol as protocol
-from baton.rewards.pool import Calls, Launch, MachineGone, Outcomes, ScorerProcess, WorkerExited
+from baton.rewards.pool import Launch, MachineGone, ScorerProcess, WorkerExited
+from baton.rewards.scorer_protocol import Calls, Outcomes
 
 
 class RayRewards:

@@ -1,13 +1,12 @@
-"""The interface between a source of problems and the prompt stream, and the train/held-out split."""
+"""A problem as its source states it, and the train/held-out split."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from blake3 import blake3
 
-from baton.rewards.scorer_protocol import ScoredTask
 from baton.types import Message
 
 HELD_OUT_PERCENT = 10
@@ -35,14 +34,5 @@ class Problem(msgspec.Struct, frozen=True):
     @property
     def is_held_out(self) -> bool:
         """True if the problem belongs to the held-out split, which depends only on the canonical form."""
-        return int.from_bytes(blake3(b"split:" + self.canonical.encode()).digest(length=4), "big") % 100 < (
-            HELD_OUT_PERCENT
-        )
-
-
-class Task(ScoredTask, Protocol):
-    """A source of problems with a scorer."""
-
-    def draw(self, seed: int, index: int) -> Problem:
-        """Return the problem at position `index` of the stream with this seed. The same arguments return the same
-        problem. Two positions may have the same problem."""
+        digest = blake3(b"split:" + self.canonical.encode()).digest(length=4)
+        return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
