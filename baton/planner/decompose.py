@@ -49,7 +49,7 @@ PASSES = 4
 number of groups of a pool depends on those of the other pools. Fewer passes give a valid but weaker bound."""
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _PoolPart(msgspec.Struct, frozen=True):
     """The part of candidate pipelines on one pool. Arrays are [candidates]."""
 
     pool: int
@@ -68,12 +68,12 @@ class _Part(msgspec.Struct, frozen=True):
     boundary_bytes: Floats
     """Bytes that a stage on one node sends to the next stage per train step."""
 
-    def take(self, rows: Ints) -> _Part:
+    def take(self, rows: Ints) -> _PoolPart:
         arrays = {key: getattr(self, key)[rows] for key in self.__struct_fields__ if key != "pool"}
-        return _Part(self.pool, **arrays)
+        return _PoolPart(self.pool, **arrays)
 
 
-_Family = Sequence[_Part]
+_Family = Sequence[_PoolPart]
 """All candidates that span one set of pools, with one part for each pool in the order of the pipeline."""
 
 
@@ -138,7 +138,7 @@ def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
             head_layers = is_last * np.asarray(one.head_s / one.per_layer_s)
             layers = (split + head_layers) / stages if is_last else np.ceil(split / stages)
             work_s = layers * one.per_layer_s
-            parts.append(_Part(k, stages, tp, most, split, layers, head_layers, work_s, one.boundary_tokens_bytes))
+            parts.append(_PoolPart(k, stages, tp, most, split, layers, head_layers, work_s, one.boundary_tokens_bytes))
         yield parts
 
 
