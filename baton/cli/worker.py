@@ -76,8 +76,8 @@ def worker(
 
     def choose(settings: EngineSettings) -> EngineSettings:
         found = chosen(settings, kind=engine, slots=slots, options=engine_option or ())
-        # a worker with `--tied` was started by a run of the same user, so the run may set vLLM arguments
-        own = ["arguments"] if tied else []
+        # a worker with `--tied` was started by a run of the same user, so the run may set these keys
+        own = ["arguments", "weights_directory", "key_variable"] if tied else []
         check_source(found, [*own, *(option.partition("=")[0] for option in engine_option or ())])
         return found
 

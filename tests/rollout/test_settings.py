@@ -123,3 +123,13 @@ def test_a_hub_may_send_its_worker_to_a_server_of_the_workers_own_machine_alone(
         check_source(named(url), own=["url"])
         with pytest.raises(UserError, match="only to a server on its own machine"):
             check_source(named(url), own=[])
+
+
+@pytest.mark.parametrize("key", ["weights_directory", "key_variable"])
+def test_a_hub_chooses_neither_where_a_worker_writes_nor_which_secret_it_sends(key: str) -> None:
+    options = ["url=http://127.0.0.1:30000", f"{key}=SOMETHING"]
+    given = chosen(EngineSettings(), kind="sglang", options=options)
+    with pytest.raises(UserError, match=rf"engine\.sglang\.{key}: got SOMETHING from the hub"):
+        check_source(given, own=["url"])
+    check_source(given, own=["url", key])
+    check_source(given.model_copy(update={"kind": "embedded"}), own=[])  # another kind of engine does not read them

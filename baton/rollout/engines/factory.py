@@ -122,8 +122,9 @@ def _decoded(text: str) -> Any:
 
 
 def check_source(settings: EngineSettings, own: Collection[str]) -> None:
-    """Raise UserError if settings from the hub name an SGLang server on another machine, or arguments of vLLM, which
-    can run code. Only the user of this machine may set these keys.
+    """Raise UserError if settings from the hub name an SGLang server on another machine, a directory or an environment
+    variable of this machine, or arguments of vLLM, which can run code. Only the user of this machine may set these
+    keys.
 
     own: keys that are not checked, because the user of this machine, or a run of this user, has set them.
     """
@@ -134,6 +135,13 @@ def check_source(settings: EngineSettings, own: Collection[str]) -> None:
             raise UserError(
                 f"engine.sglang.url: got {url} from the hub, but a worker connects only to a server on its own "
                 f"machine; to allow this address, start the worker with --engine-option url={url}"
+            )
+    for key in ("weights_directory", "key_variable"):
+        value = getattr(settings.sglang, key)
+        if settings.kind == "sglang" and value is not None and key not in own:
+            raise UserError(
+                f"engine.sglang.{key}: got {value} from the hub, but only the user of this machine chooses where weights "
+                f"are written and which secret is sent; to allow it, start the worker with --engine-option {key}={value}"
             )
     if settings.kind == "vllm" and arguments and "arguments" not in own:
         raise UserError(
