@@ -15,7 +15,7 @@ from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.result import summarise
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.scripted_trajectories import ScriptedGroup, Script, TrajectoryWork
+from baton.simulator.scripted_trajectories import Script, ScriptedGroup, TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
