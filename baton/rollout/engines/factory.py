@@ -140,8 +140,9 @@ def check_source(settings: EngineSettings, own: Collection[str]) -> None:
         value = getattr(settings.sglang, key)
         if settings.kind == "sglang" and value is not None and key not in own:
             raise UserError(
-                f"engine.sglang.{key}: got {value} from the hub, but only this machine's user chooses where weights are "
-                f"written and which secret is sent; to allow it, start the worker with --engine-option {key}={value}"
+                f"engine.sglang.{key}: got {value} from the hub, but only the user of this machine chooses where "
+                "weights are written and which secret is sent; to allow it, start the worker with "
+                f"--engine-option {key}={value}"
             )
     if settings.kind == "vllm" and arguments and "arguments" not in own:
         raise UserError(
