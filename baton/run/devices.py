@@ -191,5 +191,5 @@ def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in variables:
-            del os.environ[name]
+            os.environ.pop(name, None)
         os.environ.update(before)

@@ -89,12 +89,14 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
         TokenFile(Path(swarm.token_file)).tokens()
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    try:
-        # sets SO_REUSEADDR, as the hub does, so that a port of a run that has just ended (TIME_WAIT) counts as free
-        socket.create_server((listen.host, listen.port), family=family).close()
-    except OSError as error:
-        why = "another process uses this port" if error.errno == errno.EADDRINUSE else error.strerror
-        raise UserError(f"--serve {address}: the hub cannot listen on this address: {why}") from error
+    with socket.socket(family, socket.SOCK_STREAM) as probe:  # does not listen, so no worker can connect to it
+        # the hub sets this option too: without it, the port of a run that has just ended (TIME_WAIT) would seem in use
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen.host, listen.port))
+        except OSError as error:
+            why = "another process uses this port" if error.errno == errno.EADDRINUSE else error.strerror
+            raise UserError(f"--serve {address}: the hub cannot listen on this address: {why}") from error
     return listen
 
 

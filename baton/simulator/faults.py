@@ -136,11 +136,12 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
         with spot.trace.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             rows = [(reader.line_num, row) for row in reader]
+            columns = reader.fieldnames or ()
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{spot.trace} is not a CSV file in UTF-8: {error}") from error
-    if not {"at_s", "worker"} <= set(reader.fieldnames or ()):
+    if not {"at_s", "worker"} <= set(columns):
         raise UserError(
-            f"{spot.trace}: got columns {reader.fieldnames}, a trace needs at_s and worker, and may have for_s"
+            f"{spot.trace}: got columns {', '.join(columns) or 'none'}; a trace needs at_s and worker, and may have for_s"
         )
     kind: Kind = "leave" if spot.notice_s else "crash"
     found = []

@@ -70,7 +70,8 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, said: str) -> None
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ("time,worker\n1,w1", "needs at_s"),
+        ("", "got columns none; a trace needs at_s"),
+        ("time,worker\n1,w1", "got columns time, worker; a trace needs at_s"),
         ("at_s,worker\nsoon,w1", "line 2"),
         ("worker,at_s\nw1", "line 2"),
         ("at_s,worker\nnan,w1", "line 2"),
