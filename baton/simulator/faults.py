@@ -140,9 +140,8 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{spot.trace} is not a CSV file in UTF-8: {error}") from error
     if not {"at_s", "worker"} <= set(columns):
-        raise UserError(
-            f"{spot.trace}: got columns {', '.join(columns) or 'none'}; a trace needs at_s and worker, and may have for_s"
-        )
+        given = ", ".join(columns) or "none"
+        raise UserError(f"{spot.trace}: got columns {given}; a trace needs at_s and worker, and may have for_s")
     kind: Kind = "leave" if spot.notice_s else "crash"
     found = []
     for line, row in rows:
