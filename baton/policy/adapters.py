@@ -153,6 +153,8 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
         warnings.simplefilter("ignore", FutureWarning)  # warnings about PEFT's own use of another library
         try:
             merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+        except torch.OutOfMemoryError:
+            raise  # the caller names the keys to change
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise UserError(
                 f"model.path: the adapter in '{directory}' could not be loaded: {first_line(error)}"
