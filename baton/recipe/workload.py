@@ -86,10 +86,11 @@ def workload_of_run(path: Path) -> Workload:
             "give a workload file with the lengths that you expect"
         )
     steps = run.recorded_steps()
-    if not steps:
-        raise UserError(f"{path} has no recorded trajectories, so their lengths cannot be measured")
     trajectories = (m.trajectory for step in steps for group in run.groups(step) for m in group.members)
-    prompts, outputs = zip(*((len(t.prompt_ids), max(1, t.num_tokens)) for t in trajectories), strict=True)
+    lengths = [(len(t.prompt_ids), max(1, t.num_tokens)) for t in trajectories]
+    if not lengths:
+        raise UserError(f"{path} has no recorded trajectories, so their lengths cannot be measured")
+    prompts, outputs = zip(*lengths, strict=True)
     rows = read_metrics(path)
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
     judged = [row["time/judge"] for row in rows if "time/judge" in row]

@@ -115,7 +115,8 @@ class ScoringThread:
         async def post() -> Outcomes:
             return (await call_remote_scorer(session, url, call, deadline_s, chat),)
 
-        return await self._retried(post, {FailureCause.UNREACHABLE}, url, concurrency)
+        # parts with different templates at one URL have limits of their own
+        return await self._retried(post, {FailureCause.UNREACHABLE}, f"{url} {chat}", concurrency)
 
     async def call_here(
         self, function: RewardFunction, spec: FunctionSpec, calls: Calls, deadline_s: float, *, concurrency: int
