@@ -36,7 +36,14 @@ class ChunkCache:
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         """File name → size in bytes, oldest first."""
-        for name in sorted(self._place.names("chunks"), key=lambda name: (directory / name).stat().st_mtime_ns):
+
+        def age(name: str) -> int:
+            try:
+                return (directory / name).stat().st_mtime_ns
+            except OSError:  # another process has removed the file
+                return 0
+
+        for name in sorted(self._place.names("chunks"), key=age):
             if name.endswith(".unfinished"):
                 self._place.remove(name)
             else:
