@@ -118,6 +118,10 @@ class EnvironmentPool:
             raise
 
     @property
+    def num_waiting(self) -> int:
+        return sum(len(process.waiting) for process in self._processes)
+
+    @property
     def sockets(self) -> Sequence[FrameSocket]:
         """Sockets of the processes, which become readable when a process sends a result for `collect`. If a result is
         available or a process is being restarted, `collect` must be called at once; the list of sockets is then
@@ -165,7 +169,7 @@ class EnvironmentPool:
         """Return metrics of the environment calls that ended after the previous `metrics()`."""
         found = {f"env/{name}": float(count) for name, count in self._counts.items()}
         found["env/running"] = float(sum(len(process.running) for process in self._processes))
-        found["env/waiting"] = float(sum(len(process.waiting) for process in self._processes))
+        found["env/waiting"] = float(self.num_waiting)
         for name, seconds in (("latency", self._latencies_s), ("queue", self._queue_s)):
             if seconds:
                 ordered = sorted(seconds)

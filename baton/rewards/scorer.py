@@ -495,7 +495,7 @@ def _judged(
     total: float, parts: dict[str, float], is_correct: bool, answer: str | None, failure: CallFailure | None
 ) -> RewardResult:
     """Return the reward `total`, or the reason why it must not be used: `failure`, or a too large total."""
-    if failure is None and abs(total) > MAX_REWARD:
+    if failure is None and not abs(total) <= MAX_REWARD:  # also NaN, the sum of opposite infinities
         text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
         failure = CallFailure(FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]")
     if failure is not None:
