@@ -19,6 +19,11 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from baton import frames
+from tests import fork_server
+
+frames.start_child = fork_server.start_child  # before any module of Baton imports it
+
 settings.register_profile("unhurried", deadline=None)  # no test asserts a time, however busy the machine is
 settings.register_profile(
     "mutants",

@@ -24,6 +24,7 @@ from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
 from baton.views.pages.report import write_page
 from baton.views.terminal.progress import TerminalObserver
+from tests.fork_server import exit_code_of, start_process
 from tests.run.stopping import StopWhen
 from tests.run.test_resume import recipe, tiny_model
 
@@ -43,25 +44,22 @@ class Ears(TerminalObserver):
         self.on_reports.append(text)
 
 
+def _die_in_sixth_step(wanted: Recipe) -> None:
+    steps = wanted.run.path / "trajectories"
+    stop = StopWhen(lambda: (steps / "step_000005.jsonl.gz").exists())
+    loop = build_loop(wanted, Ears(), resume=False, overwrite=False, stop=stop)
+    loop.train()
+    loop.close()
+    loop = build_loop(wanted, Ears(), resume=True, overwrite=False)
+    loop.trainer.step = lambda batch: os._exit(7)  # type: ignore[method-assign]
+    loop.train()
+
+
 @pytest.fixture(scope="module")
 def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """A run that was killed within its sixth step, with a log of its journal that SQLite has not taken over yet."""
     wanted = recipe(tiny_model, tmp_path_factory.mktemp("killed"), eval__every=0, eval__num_prompts=2)
-    if (child := os.fork()) == 0:
-        steps = wanted.run.path / "trajectories"
-        loop = build_loop(
-            wanted,
-            Ears(),
-            resume=False,
-            overwrite=False,
-            stop=StopWhen(lambda: (steps / "step_000005.jsonl.gz").exists()),
-        )
-        loop.train()
-        loop.close()
-        loop = build_loop(wanted, Ears(), resume=True, overwrite=False)
-        loop.trainer.step = lambda batch: os._exit(7)  # type: ignore[method-assign]
-        loop.train()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert exit_code_of(start_process(_die_in_sixth_step, wanted)) == 7
     assert RunDirectory(wanted.run.path).recorded_steps() == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in (wanted.run.path / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
     assert (wanted.run.path / "journal.sqlite-wal").stat().st_size

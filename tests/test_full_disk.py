@@ -8,6 +8,7 @@ import resource
 import shutil
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
 from baton.run.loop import Loop
 from baton.views.terminal.progress import TerminalObserver
+from tests.fork_server import exit_code_of, start_process
 from tests.run.test_resume import assert_equal_runs, recipe, tiny_model, unbroken
 
 __all__ = ["tiny_model", "unbroken"]
@@ -142,22 +144,23 @@ def test_a_journal_that_finds_no_room_ends_the_run_likewise(
     assert_equal_runs(unbroken, wanted)
 
 
+def _train_with_bounded_files(wanted: Any, said: Path) -> None:
+    loop = loop_of(wanted, resume=False)
+    after_a_checkpoint(loop, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)))
+    try:
+        loop.train()
+    except StorageFault as error:
+        loop.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        said.write_text(str(error))
+        sys.exit(1)
+
+
 def test_a_file_that_may_not_grow_ends_the_run_likewise(tiny_model: Path, tmp_path: Path) -> None:
     """RLIMIT_FSIZE: the system itself refuses the write, in the middle of a file of the next checkpoint."""
     wanted = recipe(tiny_model, tmp_path)
     said = tmp_path / "said"
-    if (child := os.fork()) == 0:
-        loop = loop_of(wanted, resume=False)
-        after_a_checkpoint(loop, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)))
-        try:
-            loop.train()
-        except StorageFault as error:
-            loop.close()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            said.write_text(str(error))
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert exit_code_of(start_process(_train_with_bounded_files, wanted, said)) == 1
     assert "step_000002" in said.read_text()
     finish(wanted)
 

@@ -30,6 +30,7 @@ from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.types import Abort, Author, Lease, PolicyVersion, SamplingParams, Segment, Trajectory
+from tests.fork_server import stop_process
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
 
@@ -111,8 +112,7 @@ def test_a_killed_process_is_noticed_and_named(pool: EnginePool) -> None:
 def test_a_stopped_process_does_not_block_the_pool_whatever_it_is_sent(pool: EnginePool) -> None:
     """Neither sending to it nor loading a version; the wait for it ends with its name."""
     for process in pool.processes:
-        os.kill(process.pid, signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        stop_process(process.pid)
     for lease_id in range(64):  # of 1 MB each: more than a socket holds
         trajectory = Trajectory(lease_id, 0, tuple(range(300)) * 1000)
         pool.send(Lease(lease_id, trajectory, SamplingParams(10), noise_seed=1, version=0))

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-import traceback
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from baton.stop import StopRequest
 from baton.trainer.checkpoint import list_checkpoints
 from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 from baton.views.terminal.progress import TerminalObserver
+from tests.fork_server import exit_code_of, start_process
 from tests.run.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
@@ -149,6 +149,14 @@ def test_stopping_after_any_step_and_resuming_changes_nothing(
     assert [r["step"] for r in resumed] == [1, 4, 5]
 
 
+def _one_life(wanted: Recipe) -> None:
+    try:
+        train(wanted, resume=True)
+    except UserError as error:
+        if "is complete" not in str(error):  # killed between its last write and its end
+            raise
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_equals_unbroken(
     tiny_model: Path, tmp_path: Path, unbroken: Recipe
@@ -159,24 +167,15 @@ def test_killed_at_random_moments_and_resumed_equals_unbroken(
         wanted = recipe(tiny_model, tmp_path / str(attempt))
         attempt += 1
         while True:
-            child = os.fork()  # everything is imported: a life costs what training costs
-            if child == 0:
-                try:
-                    train(wanted, resume=True)
-                    os._exit(0)
-                except UserError as error:
-                    os._exit(0 if "is complete" in str(error) else 1)  # killed between its last write and its end
-                except BaseException:  # noqa: BLE001 - a child must never return into pytest
-                    traceback.print_exc()
-                    os._exit(1)
+            child = start_process(_one_life, wanted)
             if dice.random() < 0.9:
                 time.sleep(dice.uniform(0.02, 1.5))
-                os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            if os.WIFSIGNALED(status):
+                child.kill()
+            code = exit_code_of(child)
+            if code == -signal.SIGKILL:
                 kills += 1
                 continue
-            assert os.WEXITSTATUS(status) == 0, f"a resume failed after {kills} kills"
+            assert code == 0, f"a resume failed after {kills} kills"
             break
         assert_equal_runs(unbroken, wanted)
 
@@ -437,24 +436,17 @@ def test_a_killed_run_that_carries_rollouts_loses_none_that_was_finished(
     dice = random.Random(5)
     found: dict[str, Any] = {}
     for life in range(9):
-        child = os.fork()
-        if child == 0:
-            try:
-                train(wanted, resume=True)
-                os._exit(0)
-            except BaseException:  # noqa: BLE001 - a child must never return into pytest
-                traceback.print_exc()
-                os._exit(1)
+        child = start_process(_one_life, wanted)
         if life < 3:
             recorded = wanted.run.path / f"trajectories/step_{2 * life + 1:06d}.jsonl.gz"
             while not recorded.exists():
-                assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before it could be killed"
+                assert child.is_alive(), f"it ended before it could be killed, with exit code {child.exitcode}"
                 time.sleep(0.005)
             time.sleep(dice.uniform(0.0, 0.1))
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            assert os.WEXITSTATUS(status) == 0, f"life {life} failed"
+            child.kill()
+        code = exit_code_of(child)
+        if code != -signal.SIGKILL:
+            assert code == 0, f"life {life} failed"
             break
         if (wanted.run.path / "journal.sqlite").exists():
             journal = Journal(wanted.run.path / "journal.sqlite", keeps_partials=True)

@@ -1,14 +1,13 @@
 """A swarm of real processes on real sockets: a training process with its hub, and workers that join it by its URL.
 
-They are forked from a server that has imported everything already, so that a process costs what it does and not what
-its imports take; otherwise they are what `baton train --serve` and `baton worker` are, signals and exit codes included.
+They are forked from a server that has imported everything already; otherwise they are what `baton train --serve` and
+`baton worker` are, signals and exit codes included.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -32,20 +31,10 @@ from baton.swarm.auth import Role, TokenFile, write_private
 from baton.swarm.hub.status import HubStatus, WorkerStatus
 from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.types import plain
+from tests.fork_server import start_process, stop_process
 
 DEADLINE_S = 120.0
 """For anything that is waited for: only a failure takes so long."""
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "tests.swarm.swarm_processes",
-        "baton.cli.main",
-        "baton.run.assemble",
-        "baton.views.pages",
-        "baton.swarm.worker.worker",
-        "tests.small_reward",
-    ]
-)
 T = TypeVar("T")
 
 
@@ -141,8 +130,7 @@ class Child:
 
     def stop(self) -> None:
         """SIGSTOP, and see it stand still."""
-        self.signal(signal.SIGSTOP)
-        await_(f"{self.name} to stand still", lambda: _state(self.pid) == "T")
+        stop_process(self.pid)
 
     def go_on(self) -> None:
         """SIGCONT."""
@@ -162,10 +150,6 @@ class Child:
         """Memory that is its own; pages shared with others do not count."""
         text = Path(f"/proc/{self.pid}/status").read_text()
         return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", text)[1])  # type: ignore[index]
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @dataclass(slots=True)
@@ -336,8 +320,7 @@ class Swarm:
 
     def _child(self, name: str, arguments: list[str], faults: Inside | None, namespace: str = "") -> Child:
         log = self.directory / f"{name}.log"
-        process = PROCESSES.Process(target=_as_command, args=(arguments, str(log), faults, namespace), name=name)
-        process.start()
+        process = start_process(_as_command, arguments, str(log), faults, namespace, name=name)
         return Child(process, log, name)
 
 
