@@ -34,7 +34,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 """Longest pause before a repeated call, in seconds. Each pause is random. The pause before the first repetition is at
 most `FIRST_PAUSE_S`. This maximum doubles with each repetition until it reaches `LONGEST_PAUSE_S`."""
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 60.0
 
 Result = TypeVar("Result")
 

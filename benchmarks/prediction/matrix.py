@@ -4,6 +4,8 @@
     python -m benchmarks.prediction.matrix measure sync swarm # each case: its profile, directly before its run
     python -m benchmarks.prediction.matrix table              # the table of the README, from results/matrix
 
+`--set` changes the recipes of lengths, profiles and runs: `--set trainer.lr=1e-6 rollout.batch_groups=4`.
+
 The predictions come from simulations with the calibrations of `baton profile`, whose runs have seed 1. The measured
 runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl, with commit, hardware,
 and the processor time that other processes used during the run.
@@ -84,10 +86,10 @@ def lengths(recipe: str) -> Path:
     return ROOT / "runs" / f"lengths-{Path(recipe).stem}"
 
 
-def record_lengths(recipes: list[str]) -> None:
-    """Make these runs."""
+def record_lengths(recipes: list[str], further: list[str]) -> None:
+    """Make these runs. further: more overrides."""
     for recipe in recipes or STEPS:
-        given = [*always(recipe), f"run.name={lengths(recipe).name}", "run.seed=1"]
+        given = [*always(recipe), *further, f"run.name={lengths(recipe).name}", "run.seed=1"]
         run(recipe, STEPS[recipe], lengths(recipe).parent, *given)
 
 
@@ -144,9 +146,9 @@ def train_steps(directory: Path) -> list[dict[str, float]]:
     return found
 
 
-def measure(case: str, note: str) -> None:
-    """Profile a case and run it once, and append its comparison."""
-    recipe, overrides = CASES[case][0], [*always(CASES[case][0]), *CASES[case][1]]
+def measure(case: str, note: str, further: list[str]) -> None:
+    """Profile a case and run it once, and append its comparison. further: more overrides."""
+    recipe, overrides = CASES[case][0], [*always(CASES[case][0]), *CASES[case][1], *further]
     calibration, times = RESULTS / f"{case}.toml", [used_s()]
     baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
     files = [f"fleet.calibration={calibration}", f"fleet.workload={lengths(recipe)}"]
@@ -201,16 +203,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("lengths", "measure", "table"))
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; of lengths: {', '.join(STEPS)}")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides")
     parser.add_argument("--note", default="quiet", help="state of the machine, which the results record")
     arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     if arguments.command == "lengths":
-        record_lengths(arguments.names)
+        record_lengths(arguments.names, arguments.set)
     elif arguments.command == "table":
         table(arguments.note)
     else:
         for case in arguments.names or CASES:
-            measure(case, arguments.note)
+            measure(case, arguments.note, arguments.set)
 
 
 if __name__ == "__main__":
