@@ -19,10 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from baton import frames
-from tests import fork_server
-
-frames.start_child = fork_server.start_child  # before any module of Baton imports it
+from tests import fork_server  # noqa: F401  before any module of Baton, of which it replaces a function
 
 settings.register_profile("unhurried", deadline=None)  # no test asserts a time, however busy the machine is
 settings.register_profile(

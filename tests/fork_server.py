@@ -2,6 +2,9 @@
 
 A child costs what it does and not what its imports take, which is five seconds of a core. A test process itself must
 not be forked to train: its libraries may have started threads by then, which a child does not have and may wait for.
+
+In test processes and in their children, this module replaces the function by which Baton starts engine processes and
+trainer ranks. What starts a new interpreter: the tests of the wheel, of Ray, of local workers and of scripts.
 """
 
 from __future__ import annotations
@@ -11,43 +14,49 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from baton import frames
 
+ROOT = Path(__file__).parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "tests.fork_server",  # first: the others import what it replaces
         "baton.cli.main",
+        "baton.environments.pool",
+        "baton.rewards.pool",
         "baton.rollout.processes.engine_process",
         "baton.run.assemble",
         "baton.swarm.worker.worker",
         "baton.trainer.parallel.rank_process",
+        "baton.trainer.parallel.rank_server",
         "baton.views.pages",
         "tests.run.test_resume",
         "tests.small_reward",
         "tests.swarm.swarm_processes",
     ]
 )
-_OF_ONE_TEST = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
-
-start_new_child = frames.start_child
-"""Baton's own function, which starts a new interpreter."""
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+_start_new_child = frames.start_child
 
 
 def start_process(function: Callable[..., None], *arguments: Any, name: str | None = None) -> BaseProcess:
-    """Start `function(*arguments)` in a child process.
+    """Start `function(*arguments)` in a child process, with the environment variables of this process's start.
 
     function: by its name in a module.
     arguments: whatever can be pickled.
     """
-    process = _CONTEXT.Process(target=function, args=arguments, name=name)
-    process.start()
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        process = _CONTEXT.Process(target=_run, args=(_address(), function, arguments), name=name)
+        process.start()
     multiprocessing.process._children.discard(process)  # a child that a failed test has left is not waited for at exit
     return process
 
@@ -71,15 +80,27 @@ def stop_process(pid: int, deadline_s: float = 120.0) -> None:
         time.sleep(0.005)
 
 
-# ---- engine processes and trainer ranks ------------------------------------------------------------------------------
+def _address() -> dict[str, Any]:
+    """What a child needs to start children of its own at the same server."""
+    server = forkserver._forkserver
+    server.ensure_running()
+    return {name: vars(server)[name] for name in ("_forkserver_address", "_forkserver_authkey") if name in vars(server)}
 
 
-class ForkedChild:
-    """The part of `subprocess.Popen` that the parents of engine processes and ranks use."""
+def _run(address: dict[str, Any], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    vars(forkserver._forkserver).update(address, ensure_running=lambda: None)
+    function(*arguments)
+
+
+# ---- baton -----------------------------------------------------------------------------------------------------------
+
+
+class Forked:
+    """The part of `subprocess.Popen` that the parents of processes use."""
 
     def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-        self.pid = process.pid
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -94,50 +115,106 @@ class ForkedChild:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
 
-class _Descriptor:
-    """A file descriptor that a child receives."""
+class Descriptor:
+    """A file descriptor of this process, which a child receives as a number of its own."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self._number = number
 
     def __reduce__(self) -> Any:
-        return _received, (reduction.DupFd(self.number),)
+        return _received, (reduction.DupFd(self._number),)
 
 
 def _received(sent: Any) -> int:
     return int(sent.detach())
 
 
-def _as_child(command: str, theirs: int, out: int, err: int, threads: int, directory: str) -> None:
-    import torch
-
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.chdir(directory)
-    torch.set_num_threads(threads)
-    sys.argv = ["baton", command, str(theirs)]
+def be_baton(arguments: list[str], out: int, err: int) -> None:
+    """In a child: be `baton` with these arguments, which writes to these descriptors."""
+    for number, file in ((1, out), (2, err)):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["baton", *arguments]
+    Path("/proc/self/comm").write_text(" ".join(sys.argv[:2])[:15])
     from baton.cli.main import main
 
     main()
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_ONE_TEST}
+def _baton_at(directory: str, arguments: list[str], out: int, err: int) -> None:
+    os.chdir(directory)
+    be_baton(arguments, out, err)
 
 
-_ENVIRONMENT = _environment()
+def start_baton(*arguments: object, out: int = 1, err: int = 2) -> Forked:
+    """Start `baton` with these arguments in the root of the repository, which writes to these descriptors."""
+    words, files = list(map(str, arguments)), (Descriptor(out), Descriptor(err))
+    return Forked(start_process(_baton_at, str(ROOT), words, *files))
+
+
+def run_baton(*arguments: object, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run `baton` to its end and return its exit code and what it wrote. Raises TimeoutExpired."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = start_baton(*arguments, out=out.fileno(), err=err.fileno())
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(list(arguments), code, out.read().decode(), err.read().decode())
+
+
+def child_processes(command: str) -> list[int]:
+    """The engine processes (`engine`) or ranks (`rank`) that this test process or its children have started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                _, rest = (entry / "stat").read_text().split("(", 1)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            comm, _, fields = rest.rpartition(")")
+            if comm == f"baton {command}" and int(fields.split()[1]) == _server_pid():
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _server_pid() -> int:
+    return int(vars(forkserver._forkserver)["_forkserver_pid"])
+
+
+# ---- engine processes and trainer ranks ------------------------------------------------------------------------------
+
+
+def _as_child(command: str, theirs: int, out: int, err: int, threads: int, directory: str) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    _baton_at(directory, [command, str(theirs)], out, err)
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[Any, Any]:
     """Start an engine process or a rank as Baton does, but forked; not if a test has changed environment variables."""
-    if _environment() != _ENVIRONMENT:
-        return start_new_child(command, threads=threads, max_frame_bytes=max_frame_bytes)
+    if {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"} != _ENVIRONMENT:
+        return _start_new_child(command, threads=threads, max_frame_bytes=max_frame_bytes)
     ours, theirs = frames.frame_sockets(max_frame_bytes)
     with theirs:
-        ends = (_Descriptor(theirs.fileno()), _Descriptor(1), _Descriptor(2))
-        process = start_process(_as_child, command, *ends, threads, os.getcwd())  # noqa: PTH109
-    return ours, ForkedChild(process)
+        files = (Descriptor(theirs.fileno()), Descriptor(1), Descriptor(2))
+        process = start_process(_as_child, command, *files, threads, os.getcwd())  # noqa: PTH109
+    return ours, Forked(process)
+
+
+frames.start_child = start_child  # before any module of Baton imports it

@@ -1,6 +1,6 @@
 """Measure the peak memory of one trainer rank on fake tensors: shapes and lifetimes of all tensors, no values.
 
-    python -m benchmarks.memory.fake_rank OUTPUT.json [--only fit|check] [--models 1.7B 14B]
+    python -m benchmarks.memory.fake_rank OUTPUT.json [--only fit|check] [--models 1.7B 14B] [--first 1]
 
 The rank runs the trainer's own code (`RankGroup`, `padded_scores`, AdamW) under torch's FakeTensorMode with the fake
 process group. Optimiser moments and gradients exist before the measured microbatch, as in the last microbatch of an
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--only", choices=["fit", "check"])
     parser.add_argument("--models", nargs="*")
+    parser.add_argument("--first", type=int, default=len(CASES), metavar="N", help="measure the first N of these cases")
     options = parser.parse_args()
     head._add_product = add_product_on_cuda
     import transformers.models.qwen3.modeling_qwen3 as dense
@@ -231,6 +232,8 @@ def main() -> None:
     for case in CASES:
         if options.only not in (None, case.split) or (options.models and case.model not in options.models):
             continue
+        if len(rows) == options.first:
+            break
         begin = time.perf_counter()
         peaks = measure(case)
         phase, law = predict(case)

@@ -39,14 +39,14 @@ pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["nodes", "ray"]
 TIMEOUT_S = 5.0
 """Deadline of each phase of a transfer, and of each answer of an actor."""
-SIGNALS = [(STAGES[1], signal.SIGKILL), (STAGES[3], signal.SIGSTOP)]
+SIGNALS = [(STAGES[3], signal.SIGSTOP)]
 TRAINERS = ["two ranks on other nodes"]
 SIGNALS_TO_MACHINES = [(2, signal.SIGKILL, STAGES[2])]
 if ALL:
     SIGNALS_TO_MACHINES += [(rank, number, "") for rank in (1, 2) for number in (signal.SIGKILL, signal.SIGSTOP)]
     SIGNALS = list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP)))
     TRAINERS.append("in the run's process")
-"""Four cases, because each takes about a minute. All of them: `BATON_ALL_STAGES=1 pytest
+"""Three cases, because each takes about a minute. All of them: `BATON_ALL_STAGES=1 pytest
 tests/cluster/test_ray_replicas.py`. `tests/rollout/test_replicas.py` tests all of them without Ray."""
 
 

@@ -14,8 +14,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blake3 import blake3
+
+from tests import fork_server
 
 GATE_DEADLINE_S = 120.0
 """A closed gate opens by itself after this time: the test then fails, but leaves no process behind."""
@@ -158,55 +158,20 @@ class InsideController:
         if self.trap is not None:
             self.trap.install()
         for module in ("baton.rollout.processes.pool", "baton.trainer.parallel.local_ranks"):
-            importlib.import_module(module).start_child = self._fork_child
+            importlib.import_module(module).start_child = self._start_child
         around("baton.records.metrics:MetricsWriter.write", after=lambda _, writer, step, *__: self._hold(step))
         _take_notes(Path(self.directory, "notes.jsonl"), self.life)
 
-    def _fork_child(self, command: str, *, threads: int, max_frame_bytes: int) -> tuple[Any, Any]:
-        """Start an engine process or a rank as `start_child` does, but from this process, which has imported torch."""
-        from baton.frames import frame_sockets
-
-        ours, theirs = frame_sockets(max_frame_bytes)
-        if (pid := os.fork()) == 0:
-            try:
-                ours.close()  # of earlier children this child keeps the parent's ends, but it ends with its parent
-                sys.argv = ["baton", command, str(theirs.fileno())]
-                from baton.cli.main import main
-
-                main()
-            finally:
-                os._exit(1)
-        theirs.close()
-        Path(self.directory, f"{command}-{pid}").touch()
-        return ours, Forked(pid)
+    def _start_child(self, command: str, *, threads: int, max_frame_bytes: int) -> tuple[Any, Any]:
+        """Start an engine process or a rank, and note its process id."""
+        ours, process = fork_server.start_child(command, threads=threads, max_frame_bytes=max_frame_bytes)
+        Path(self.directory, f"{command}-{process.pid}").touch()
+        return ours, process
 
     def _hold(self, step: int) -> None:
         """A run that ended before the fault is over would prove nothing, and a worker would not learn of its end."""
         if step + 1 == self.last_step:
             wait_at_gate(Path(self.directory, "may_end"))
-
-
-class Forked:
-    """The part of `subprocess.Popen` that the parents of engine processes and ranks use."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self._code = pid, None
-
-    def wait(self, timeout: float = GATE_DEADLINE_S) -> int:
-        until_s = time.monotonic() + timeout
-        while self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > until_s:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            else:
-                time.sleep(0.01)
-        return self._code
-
-    def kill(self) -> None:
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 def wait_at_gate(file: Path) -> None:

@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +19,13 @@ import pytest
 from baton.stop import Stopped, StopRequest
 from baton.swarm.auth import Role, TokenFile, write_private
 from tests.all_cases import chosen
+from tests.fork_server import Forked, child_processes, run_baton, start_baton
 from tests.swarm.swarm_processes import WorkerFaults, model, swarm
 
 __all__ = ["model"]
 
 pytestmark = pytest.mark.timing
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
 """For a busy machine; the waits that a request to stop must end are longer by far."""
 SIGNALLED = 128 + signal.SIGTERM
@@ -35,29 +33,23 @@ ENDLESS = ["run.steps=100000", "eval.num_prompts=2", "eval.every=1000000", "roll
 
 
 @contextmanager
-def baton(*arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
+def baton(*arguments: Any) -> Iterator[Forked]:
     """A `baton` process; it does not outlive the block."""
-    with subprocess.Popen([sys.executable, "-m", "baton", *map(str, arguments)], cwd=ROOT) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    process = start_baton(*arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], what: str) -> Any:
+def wait_for(condition: Callable[[], Any], process: Forked, what: str) -> Any:
     until_s = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert process.poll() is None, f"the process ended before {what}"
         assert time.monotonic() < until_s, f"there never was {what}"
         time.sleep(0.02)
     return found
-
-
-def engines(process: subprocess.Popen[bytes]) -> list[int]:
-    """The engine processes of a run."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
-    return [pid for pid, words in commands.items() if b"engine" in words]
 
 
 def steps(run: Path) -> list[int]:
@@ -69,14 +61,7 @@ def steps(run: Path) -> list[int]:
 
 def assert_goes_on(recipe: Path, tmp_path: Path, more: list[str], last: int) -> None:
     overrides = [f"run.directory={tmp_path}", *ENDLESS, *more, f"run.steps={last + 1}", "rollout.stall_timeout_s=100"]
-    done = subprocess.run(
-        [sys.executable, "-m", "baton", "train", recipe, *overrides, "--resume", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_baton("train", recipe, *overrides, "--resume", "--json", timeout_s=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == last + 1
 
@@ -114,7 +99,7 @@ def test_a_signal_interrupts_whatever_is_waited_for_where_that_is_allowed() -> N
 @pytest.mark.slow
 def test_a_run_whose_first_engine_does_not_start_stops(small: Any, tmp_path: Path) -> None:
     with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, "engine.processes=1") as process:
-        (engine,) = wait_for(lambda: engines(process), process, "an engine process")
+        (engine,) = wait_for(lambda: child_processes("engine"), process, "an engine process")
         os.kill(engine, signal.SIGSTOP)
         process.terminate()
         assert process.wait(PATIENCE_S) == SIGNALLED
@@ -133,7 +118,7 @@ def test_a_run_that_waits_for_its_engine_stops_with_a_checkpoint_and_goes_on(
     more = [f'rollout.mode="{mode}"', "engine.processes=1"]
     with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, *more) as process:
         wait_for(lambda: steps(tmp_path / "small"), process, "a train step")
-        (engine,) = engines(process)
+        (engine,) = child_processes("engine")
         os.kill(engine, signal.SIGSTOP)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == code
@@ -219,7 +204,7 @@ def test_an_evaluation_that_a_stop_cut_is_made_when_the_run_goes_on(small: Any, 
     more = ["engine.processes=1", "eval.every=1"]
     with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, *more) as process:
         wait_for(lambda: steps(tmp_path / "small"), process, "a train step")
-        (engine,) = engines(process)
+        (engine,) = child_processes("engine")
         os.kill(engine, signal.SIGSTOP)
         process.terminate()
         assert process.wait(PATIENCE_S) == SIGNALLED

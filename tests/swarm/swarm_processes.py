@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,7 @@ from baton.swarm.auth import Role, TokenFile, write_private
 from baton.swarm.hub.status import HubStatus, WorkerStatus
 from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.types import plain
-from tests.fork_server import start_process, stop_process
+from tests.fork_server import be_baton, start_process, stop_process
 
 DEADLINE_S = 120.0
 """For anything that is waited for: only a failure takes so long."""
@@ -187,19 +186,11 @@ class Inside(Protocol):
 def _as_command(arguments: list[str], log: str, faults: Inside | None, namespace: str) -> None:
     """In the child: be `baton` with these arguments."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["baton", *arguments]
     if namespace:
         _enter(namespace)
     if faults is not None:
         faults.apply()
-    from baton.cli.main import main
-
-    main()
+    be_baton(arguments, file, file)
 
 
 def _enter(namespace: str) -> None:

@@ -1,20 +1,15 @@
-"""Four rank processes that serve many trainers one after the other, since starting one takes seconds.
-
-Run as a script it is their inside: torch is imported once, then a process is forked for each descriptor. Each answers
-like `baton rank`, but a new `RankInfo` begins a new rank.
-"""
+"""Four rank processes that serve many trainers one after the other. Each answers like `baton rank`, but a new
+`RankInfo` begins a new rank."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from baton.frames import FrameSocket, frame_socket_of, frame_sockets
+from baton.frames import frame_socket_of, frame_sockets
 from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES, LocalRanks
 from baton.trainer.parallel.messages import RankInfo, decode_to_rank, encode
+from tests.fork_server import Descriptor, Forked, start_process
 
 SIZE = 4
 
@@ -26,12 +21,7 @@ class RankPool:
         self.scratch = scratch
         pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(size)]
         self.sockets = [ours for ours, _ in pipes]
-        descriptors = [theirs.fileno() for _, theirs in pipes]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, descriptors)],
-            pass_fds=descriptors,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-        )
+        self.processes = [Forked(start_process(serve, Descriptor(theirs.fileno()))) for _, theirs in pipes]
         for _, theirs in pipes:
             theirs.close()
 
@@ -41,17 +31,18 @@ class RankPool:
     def close(self) -> None:
         for socket in self.sockets:
             socket.close()
-        self.process.wait(60)
+        for process in self.processes:
+            process.wait(60)
 
 
 class LentRanks(LocalRanks):
     """The first `size` processes of a pool."""
 
     def __init__(self, pool: RankPool, size: int) -> None:
-        self.pids = [pool.process.pid] * size
         self._size = size
         self._sockets = pool.sockets[:size]
-        self._processes = [pool.process] * size
+        self._processes = pool.processes[:size]
+        self.pids = [process.pid for process in self._processes]
         for rank in range(size):
             place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
             self._send_frame(rank, encode(place))
@@ -60,10 +51,14 @@ class LentRanks(LocalRanks):
         """They stay, for the next."""
 
 
-def serve(parent: FrameSocket) -> None:
+def serve(descriptor: int) -> None:
+    """In the child: be one rank after another."""
+    import torch
+
     from baton.trainer.parallel.rank_server import RankServer
 
-    server: RankServer | None = None
+    torch.set_num_threads(1)
+    parent, server = frame_socket_of(descriptor, MAX_FRAME_BYTES), None
     with contextlib.suppress(EOFError, OSError):
         while True:
             message = decode_to_rank(parent.receive_next())
@@ -74,26 +69,3 @@ def serve(parent: FrameSocket) -> None:
             else:
                 assert server is not None
                 parent.send_all(encode(server.handle(message)))
-
-
-def main(descriptors: list[int]) -> None:
-    import baton.trainer.parallel.rank_server  # noqa: F401  so that it is imported once for all
-
-    children = []
-    for own in descriptors:
-        child = os.fork()
-        if not child:
-            for other in descriptors:
-                if other != own:
-                    os.close(other)
-            serve(frame_socket_of(own, MAX_FRAME_BYTES))
-            os._exit(0)
-        children.append(child)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    for child in children:
-        os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]])

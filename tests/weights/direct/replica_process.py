@@ -16,6 +16,7 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.direct.gloo import join_replica
 from baton.weights.direct.stream import NUM_CHANGED, IncomingVersion
+from tests.fork_server import start_process
 
 STAGES = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
@@ -117,10 +118,8 @@ class ProcessLink:
     world_size = 1
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
+        self._pipe, other = multiprocessing.Pipe()
+        self.process = start_process(serve, other)
         other.close()
         self._lock, self._number = Lock(), 0
         self.methods: list[str] = []
