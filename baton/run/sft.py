@@ -140,10 +140,15 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
         assert recipe.scratch is not None
         tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
         model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
-    end = end_ids(model, tokenizer)[0]
+    ends = end_ids(model, tokenizer)
+    if not ends:
+        path = recipe.model.path if recipe.model is not None else "the new model"
+        raise UserError(
+            f"{path} has no end-of-sequence id, so no response could end; set eos_token_id in its config.json"
+        )
     encoder = PromptEncoder(tokenizer, recipe.task)
     examples = (
-        Demonstration(encoder.ids(prompt), _response_ids(texts, encoder, end))
+        Demonstration(encoder.ids(prompt), _response_ids(texts, encoder, ends[0]))
         for prompt, texts in _conversations(recipe)
     )
     return model, tokenizer, examples

@@ -132,7 +132,7 @@ class MachineSettings(Settings, allow_inf_nan=False):
 class NodeSettings(MachineSettings):
     """[[nodes]] identical machines."""
 
-    count: int = Field(default=1, ge=1)
+    count: int = Field(default=1, ge=1, le=100_000)
     """Number of identical machines."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the machines. If `count` is above 1, the names end with -0, -1, …. Default: the GPU's name in lower

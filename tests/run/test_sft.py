@@ -233,6 +233,17 @@ def test_a_warm_start_on_a_file_continues_from_a_model(tmp_path: Path, small) ->
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
 
 
+def test_a_model_whose_responses_could_not_end_is_refused(
+    tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    data = f'data = "{tmp_path / "rows.jsonl"}"'
+    path = write_warm_start(tmp_path / "warm.toml", data, f'[model]\npath = "{small.model}"\n')
+    monkeypatch.setattr("baton.run.sft.end_ids", lambda *_: ())
+    with pytest.raises(UserError, match=f"{small.model} has no end-of-sequence id.*set eos_token_id in its config"):
+        warm_start(load_recipe(WarmStart, path), WATCHED)
+
+
 def test_a_training_that_fails_closes_the_metrics(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def diverge(*_: Any, **__: Any) -> None:
         raise TrainingDiverged("no")

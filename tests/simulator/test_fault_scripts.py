@@ -51,6 +51,7 @@ def test_a_file_says_what_happens_and_the_seed_draws_the_rest(tmp_path: Path) ->
         ('[[fault]]\nkind = "earthquake"\nat_s = 1', "fault.0.kind"),
         ('[[fault]]\nkind = "crash"', "at_s"),
         ('[[fault]]\nkind = "crash"\nat_s = -1', "greater than or equal to 0"),
+        ('[[fault]]\nkind = "crash"\nat_s = inf', "finite"),
         ('[[fault]]\nkind = "slow"\nat_s = 1', "needs a factor above 1"),
         ('[[fault]]\nkind = "storm"\nat_s = 1\nfor_s = 2', "at least one of loss"),
         ('[[fault]]\nkind = "hang"\nat_s = 1', "needs a duration"),
