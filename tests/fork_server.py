@@ -44,7 +44,18 @@ _CONTEXT.set_forkserver_preload(
         "tests.swarm.swarm_processes",
     ]
 )
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+_SET_MEANWHILE = {
+    "CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT", "HF_HUB_DISABLE_TELEMETRY", "PYTEST_CURRENT_TEST",
+    "TOKENIZERS_PARALLELISM",
+}  # fmt: skip
+"""Variables that pytest and Baton set by themselves."""
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _SET_MEANWHILE}
+
+
+_ENVIRONMENT = _environment()
 _start_new_child = frames.start_child
 
 
@@ -208,7 +219,7 @@ def _as_child(command: str, theirs: int, out: int, err: int, threads: int, direc
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[Any, Any]:
     """Start an engine process or a rank as Baton does, but forked; not if a test has changed environment variables."""
-    if {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"} != _ENVIRONMENT:
+    if _environment() != _ENVIRONMENT:
         return _start_new_child(command, threads=threads, max_frame_bytes=max_frame_bytes)
     ours, theirs = frames.frame_sockets(max_frame_bytes)
     with theirs:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from pathlib import Path
 
 from baton.frames import frame_socket_of, frame_sockets
@@ -12,16 +13,21 @@ from baton.trainer.parallel.messages import RankInfo, decode_to_rank, encode
 from tests.fork_server import Descriptor, Forked, start_process
 
 SIZE = 4
+M_MMAP_THRESHOLD = -3
+"""From malloc.h."""
 
 
 class RankPool:
     """Processes, to be lent to one trainer at a time."""
 
-    def __init__(self, scratch: Path, size: int = SIZE) -> None:
+    def __init__(self, scratch: Path, size: int = SIZE, *, returns_memory: bool = False) -> None:
+        """returns_memory: whether glibc returns what is freed, unless it is small."""
         self.scratch = scratch
         pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(size)]
         self.sockets = [ours for ours, _ in pipes]
-        self.processes = [Forked(start_process(serve, Descriptor(theirs.fileno()))) for _, theirs in pipes]
+        self.processes = [
+            Forked(start_process(serve, Descriptor(theirs.fileno()), returns_memory)) for _, theirs in pipes
+        ]
         for _, theirs in pipes:
             theirs.close()
 
@@ -51,13 +57,15 @@ class LentRanks(LocalRanks):
         """They stay, for the next."""
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, returns_memory: bool) -> None:
     """In the child: be one rank after another."""
     import torch
 
     from baton.trainer.parallel.rank_server import RankServer
 
     torch.set_num_threads(1)
+    if returns_memory:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65_536)
     parent, server = frame_socket_of(descriptor, MAX_FRAME_BYTES), None
     with contextlib.suppress(EOFError, OSError):
         while True:
