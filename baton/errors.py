@@ -66,8 +66,8 @@ class TrainingDiverged(BatonError):
 
     @property
     def suspects(self) -> list[Suspect]:
-        """The tokens that cause the error before any update of its train step; empty for an error with another cause.
-        They are read from the text, because processes exchange errors as texts."""
+        """The worst token of each trajectory that the error names as its cause; empty if the error names none. They are
+        parsed from the error's text, because processes exchange errors as texts."""
         named = re.findall(r"(\d+/\d+) \(path (\d+), token (\d+)\)", str(self))
         return [Suspect(name, int(path), int(token)) for name, path, token in named]
 
@@ -103,8 +103,8 @@ KINDS: Final[dict[str, type[BatonError]]] = {
     "TrainingDiverged": TrainingDiverged,
     "EngineFault": EngineFault,
 }
-"""Name of an error in a `Fault` → the class with which the receiving process raises the error again. OSError is raised
-again too. For any other name, the receiver raises an error of its own that names the failed process."""
+"""Name of an error in a `Fault` → the exception class that the receiving process raises. For OSError, the receiver also
+raises OSError. For any other name, it raises an error of its own that names the failed process."""
 
 
 NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {
@@ -118,21 +118,23 @@ NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KIN
     WeightsFault: "WeightsFault",
     OSError: "OSError",
 }
-"""Class of an error → its name in a `Fault`. Renaming a class must not change these names, which are in messages."""
+"""Class of an error → its name in a `Fault`. If a class is renamed, this name must stay, because messages contain
+it."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
-    """The message that reports an error: the sender cannot continue, or cannot answer a request."""
+    """A message with which a process reports an error to another process. The sender of the message cannot continue, or
+    it cannot answer a request."""
 
     kind: str
-    """Name of the error, according to `_name_of`."""
+    """Name of the error, as `_name_of` returns it."""
     text: str
     errno: int = 0
     """Error number of an OSError; 0 for other errors."""
 
     def error(self) -> BatonError | OSError | None:
-        """Return the exception that this message reports: one of Baton's if `kind` is in `KINDS`, or an OSError if the
-        message has an error number. Return None for any other error."""
+        """Return the exception that this message reports: an exception of `KINDS`, or an OSError if the message has an
+        error number. Return None for any other error."""
         if self.kind in KINDS:
             return KINDS[self.kind](self.text)
         return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None

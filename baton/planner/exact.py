@@ -1,10 +1,11 @@
 """Phase 2, `exact`: best-first search over training shapes, each with its best rollout. The search proves that the plan
 is optimal, or reports a gap.
 
-For each training shape, the GPUs that it leaves free give a lower bound on the step time. Shapes are visited in
-ascending order of their lower bounds. An integer program decides whether a shape gives a better plan than the best so
-far. The search ends when the next bound is not below the best step time. With many GPUs of many types, not all shapes
-are enumerated; `division_bound_s` then gives a bound for all shapes.
+A division is a training shape and a set of replicas for the remaining GPUs. For each training shape, the number of
+remaining GPUs gives a lower bound on the step time. Shapes are visited in ascending order of their lower bounds. An
+integer program decides whether a shape gives a better plan than the best so far. The search ends when the next bound is
+not below the best step time. With many GPUs of many types, not all shapes are enumerated; `division_bound_s` then gives
+a bound for all shapes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def solve_exact(
     ceiling_s: float = np.inf,
     bound: RolloutBound | None = None,
 ) -> tuple[Solution | None, float]:
-    """Return (division, bound). division: the fastest found, or None if none is faster than `ceiling_s`. bound: a lower
-    bound on the step time of all divisions, at most `ceiling_s`.
+    """Search divisions with a step time below `ceiling_s`. Return the fastest division found (None if there is none),
+    and min(B, `ceiling_s`), where B is a lower bound on the step time of all divisions.
 
     `time_limit_s`: the search stops after this time. If it has not found a division by then and `ceiling_s` is
     infinite, it continues until it finds one. `bound`: the `RolloutBound` of this problem, or of a problem that differs
@@ -74,9 +75,9 @@ def solve_exact(
 
 
 def _candidates(problem: AssignmentProblem, bound: RolloutBound) -> tuple[Ints, Floats, Floats]:
-    """Return the candidates as three arrays: a training shape (a row of the table), a maximum publication time, and a
-    lower bound on the step time. Only pools to which publication takes at most the maximum publication time may
-    generate."""
+    """Return the candidates as three arrays with one element per candidate: the training shape (a row of the table),
+    the maximum publication time, and a lower bound on the step time. In a candidate, a pool may have replicas only if
+    publication to this pool takes at most the maximum publication time."""
     table, step = problem.table, problem.step
     capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
     left = capacity - table.gpus
@@ -101,8 +102,8 @@ def _candidates(problem: AssignmentProblem, bound: RolloutBound) -> tuple[Ints, 
 def _try(
     problem: AssignmentProblem, program: RolloutProgram, row: int, sync_s: float, lower: float, step_s: float
 ) -> tuple[Solution | None, float]:
-    """Return the candidate's solution (None if not faster than `step_s`) and a lower bound on its step time. `sync_s`:
-    maximum publication time. `lower`: the known lower bound."""
+    """Return the best solution of a candidate (None if it is not faster than `step_s`) and a lower bound on its step
+    time. `sync_s`: maximum publication time of the candidate. `lower`: the lower bound from `_candidates`."""
     table, step = problem.table, problem.step
     train_s = float(table.time_s[row])
     left = program.left(row)

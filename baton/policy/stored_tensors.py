@@ -34,7 +34,7 @@ from baton.policy.sharding import Box, Gather, box_of, local
 from baton.policy.tensors import dtype_name, identity, policy_tensors
 
 MAX_FILE_BYTES = 50 * 10**9
-"""Largest size of a model file; a larger model has several files and an index, as transformers writes them."""
+"""Maximum size of a model file. A larger model is split into several files with an index, as in transformers."""
 SAFETENSORS_NAMES = {dtype_name(dtype): name for name, dtype in str_to_torch_dtype.items()}
 """dtype → its name in safetensors files."""
 _INDEX = "model.safetensors.index.json"
@@ -56,9 +56,10 @@ class StoredPiece:
     name: str
     """Name of the piece in its file."""
     box: Box
+    """The region of the whole tensor that this piece contains: one slice per dimension of the whole tensor."""
     kept: tuple[int, ...]
-    """Dimensions of the whole tensor that are also dimensions of the piece. The piece covers a single index of every
-    other dimension, and its file does not store these dimensions."""
+    """Dimensions of the whole tensor that the stored piece has. Along every other dimension the region has length 1,
+    and the stored piece omits the dimension. Example: one expert of a tensor that combines all experts of a layer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +67,7 @@ class StoredPiece:
 
 
 class StoredTensors:
-    """Named tensors in files or in memory, of which any part can be read. Files stay mapped while the object exists."""
+    """Reads any part of named tensors in files or in memory. Files stay mapped while the object exists."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
         """`pieces`: name of a tensor → its pieces. Each piece has a function that returns the stored piece, as a tensor
@@ -138,7 +139,7 @@ class StoredTensors:
         return found
 
     def digest(self) -> str:
-        """Return the digest that these tensors have as a published version. The tensors are read one after another."""
+        """Return the digest of a published version with these tensors. Reads the tensors one after another."""
         return identity_digest(identity(name, self.whole(name)) for name in self.shapes)
 
 
@@ -187,8 +188,8 @@ class _KeepViews(TorchFunctionMode):
 
 
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
-    """Return the pieces of each tensor of the model, which are tensors of the model's files. Return None if a tensor of
-    the files is not a plain part of one tensor of the model, for example because it combines several tensors."""
+    """Return the pieces of each tensor of the model. Each piece is a tensor in the model's files. Return None if a
+    tensor in the files is not a slice of one tensor of the model, for example because it combines several tensors."""
     found = {}
     for name, tensor in policy_tensors(model).items():
         source = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -5,15 +5,16 @@ Only the rollout side is measured: the trainer takes no time, and each version l
 `sync_2x` is mode `sync` with as many groups in a batch as `partial` keeps open. The control therefore has the
 concurrency of `partial`, but generates no groups beyond the batch.
 
-The bound of every mode is the time that an engine alone needs for the same tokens: all its slots are always in use, it
-prefills each prompt once and never loads weights, and everything outside the engine takes no time. The engine alone and
-the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
+Each mode is compared with a lower bound of its time: the time that an engine alone needs for the same tokens. This
+engine always uses all its slots, prefills each prompt once and never loads weights, and nothing else takes time. The
+engine alone and the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
 
-The bound of decode steps is stricter: it omits the time in which the engine admits and reports responses. It is the sum
-of the time of one prefill per prompt and a decode time for each token. The decode time of a token is the time of a full
-decode step (all slots in use) whose rows have the token's position on average, divided by the number of slots. Full
-decode steps are measured at three mean positions, and a line is fitted to their times. The mean time of a mode's own
-full steps cannot be used instead: in `sync`, for example, all slots are in use only while responses are still short.
+A second bound, the bound of decode steps, is stricter: it omits the time in which the engine admits and reports
+responses. It adds the time of one prefill per prompt to a decode time for each token. The decode time of a token is the
+time of a full decode step (all slots in use) divided by the number of slots, if the mean position of the step's rows is
+the position of the token. Full decode steps are measured at three mean positions, and a line is fitted to their times.
+The mean time of a mode's own full steps cannot be used instead: in `sync`, for example, all slots are in use only while
+responses are still short.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     tokens: int
-    """Number of generated response tokens: the tokens of the delivered batches, plus the increase of the number of
-    tokens in open groups. Over many batches, the increase is negligible."""
+    """Number of generated response tokens: those of the delivered batches, plus those by which the open groups have
+    grown. Over many batches, this growth is negligible."""
     delivered_tokens: int
     seconds: float
     """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
@@ -119,7 +120,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     over_control: float | None
     """Tokens per second divided by the tokens per second of `sync_2x`; None if `sync_2x` was not measured."""
     occupancy: float
-    """Of all rows that decode steps computed, the fraction that belonged to a trajectory."""
+    """Fraction of the rows computed by decode steps that belonged to a trajectory."""
     of_bound: float
     """Time that the engine alone needs, divided by the measured time."""
     of_step_bound: float
@@ -132,13 +133,13 @@ class ModeResult(msgspec.Struct, frozen=True):
     response is resumed, its prompt and its tokens are prefilled again. The first prefill of each delivered group's
     prompt does not count."""
     shares: dict[str, float]
-    """Division of the measured time into four parts, as shares: `decode`; `prefill`, the additional time of steps with
-    a prefill; `loads`; and `controller`, the rest."""
+    """Part of the step → its share of the measured time: `decode`; `prefill`, the additional time of steps with a
+    prefill; `load` of weights; and `controller`, the rest."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Tokens per second of each batch. Omits batches during which the clock did not advance, because they were complete
-    when they were requested."""
+    """Tokens per second of each batch. Batches that were already complete when they were requested are omitted, because
+    the clock did not advance."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -152,15 +153,15 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a full decode step (all slots in use) in the bound of decode steps; mean over the tokens of all modes."""
+    """Time of a full decode step (all slots in use), as the bound of decode steps assumes it; mean over the tokens of
+    all modes."""
     full_step_ms_per_1k: float
-    """Additional time of a full decode step if the mean position of its rows is 1,000 higher."""
+    """Additional time of a full decode step per 1,000 positions of mean context."""
     step_ms_by_width: dict[int, float]
-    """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
+    """Number of rows of a decode step → mean time in ms. Covers the steps of all modes, except steps with a prefill."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """Ratio of the highest possible tokens per second of any mode (an upper bound) to the tokens per second of
-    `sync`."""
+    """Upper bound on the tokens per second of any mode, divided by the tokens per second of `sync`."""
     modes: tuple[ModeResult, ...]
 
 
@@ -283,8 +284,8 @@ class ModeBench:
     def result(
         self, bound_s: float, step_bound_s: float, rates: Mapping[str, float], curve: Mapping[int, float]
     ) -> ModeResult:
-        """rates: tokens per second of each mode. curve: mean seconds of a decode step without prefill, by number of
-        rows, over all modes."""
+        """rates: tokens per second of each mode. curve: number of rows of a decode step → mean seconds, over the steps
+        of all modes without prefill."""
         rate, port = rates[self.name], self.port
         num_rows, num_prefilled = sum(n for n, _, _ in port.steps), sum(n for _, n, _ in port.steps)
         in_steps_s = sum(s for _, _, s in port.steps)
@@ -411,8 +412,8 @@ def measure(
         return decode_s(side.work) + side.prompt_tokens * prefill_s
 
     def bound_s(side: ModeBench) -> float:
-        """Return the time that the engine alone would need for the tokens of a mode. It is computed from the measured
-        time of other tokens, with corrections for their different number and mean position."""
+        """Return the time that the engine alone would need to generate the tokens that this mode generated. The engine
+        alone was measured on other tokens, so its time is corrected for their number and mean position."""
         if alone is None:
             return step_bound_s(side)
         scale = side.work.tokens / alone.work.tokens

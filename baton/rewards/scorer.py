@@ -63,23 +63,23 @@ if TYPE_CHECKING:
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 OF_EPISODES = ("function", "http", "model")
-"""Kinds of reward parts that score multi-turn episodes."""
+"""Values of `kind` in a section `[[reward]]` that can score multi-turn episodes."""
 OF_ANSWERS = ("exact", "math", "format")
-"""Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
+"""Values of `kind` that only score single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default deadline of a call of a reward model, in seconds. The time begins when the call is sent to a process of the
-model. It includes the wait for earlier calls in that process. It excludes the waits for `concurrency` and for the model
-to load."""
+"""Default timeout of a call of a reward model, in seconds. The time starts when the call is sent to a process of the
+model. It includes the wait for earlier calls in that process. It excludes the wait for a free call (`concurrency`), and
+the time in which the model loads."""
 MAX_UNANSWERED = 32
-"""If a scorer gives no answer to this number of consecutive calls (timeout, crash, unreachable), the scorer is tested.
+"""If this number of consecutive calls of a scorer get no answer (timeout, crash, unreachable), the scorer is tested.
 The test repeats a call that the scorer has answered before. If there is no such call, the test sends the reference
-answer. If the test succeeds, the responses caused the failures and the run continues. Otherwise the run stops with an
-error."""
+answer. If the test succeeds, the failures are attributed to the responses and the run continues. Otherwise the run
+stops with an error."""
 
 Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""
 Response = str | Sequence[Message]
-"""Text of a trajectory, or turns and observations of an episode."""
+"""The text of a trajectory, or the turns and observations of an episode."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class EnvironmentClient(Protocol):
 
 
 class EnvironmentInbox:
-    """Distributes the answers of one client to the streams that sent the requests: training and evaluations."""
+    """Gives each answer of an `EnvironmentClient` to the stream (training or an evaluation) that sent the request."""
 
     def __init__(self, client: EnvironmentClient) -> None:
         self.client = client
@@ -79,7 +79,7 @@ class EnvironmentInbox:
         return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
-        """Return a stream's answers, waiting at most `timeout_s` for the first. Answers for other streams are kept."""
+        """Return a stream's answers; wait at most `timeout_s` for the first. Answers for other streams are kept."""
         found = self._kept.pop(stream, [])
         for answer in self.client.collect(0.0 if found else timeout_s):
             own = found if answer.key.stream == stream else self._kept.setdefault(answer.key.stream, [])
@@ -93,16 +93,16 @@ class EpisodeRules:
     says otherwise."""
 
     environment: str
-    """Name of the environment in the client."""
+    """Name of the environment in requests to the `EnvironmentClient`."""
     max_turns: int
     max_turn_tokens: int
     max_observation_tokens: int
-    """Longest observation, in tokens; a longer observation is cut."""
+    """Maximum length of an observation in tokens; longer observations are truncated."""
     discount: float = 1.0
     """Discount factor: in the episode's reward, the reward of turn t is multiplied by `discount` to the power t."""
     may_replay: bool = True
-    """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If False, the
-    episode begins again, because it is unknown whether the environment executed the last action."""
+    """Whether a resumed run replays the recorded actions of an open episode to rebuild its environment. If False, the
+    episode starts again from its prompt, because it is unknown whether the environment executed the last action."""
     max_attempts: int = 3
     """Maximum number of attempts at an episode whose environment fails. If all attempts fail, the episode has no
     reward."""
@@ -110,12 +110,12 @@ class EpisodeRules:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A trajectory whose next turn can be generated."""
+    """The trajectory of an open episode. Its next turn can now be generated."""
 
     trajectory: Trajectory
     episode: Episode
     appended: tuple[Segment, ...]
-    """The observation; empty if a new path begins."""
+    """The observation. Empty if a new path begins, because its prompt then contains the observation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,9 @@ class ErrorBudget:
     """Limits the share of episode attempts whose environment fails, over training and evaluations of a run.
 
     Consecutive attempts form blocks of `BLOCK` attempts. A failure counts in the block in which its attempt began, even
-    if it happens much later. The share of a block therefore does not depend on how long attempts take or how many
-    episodes are open. The end of an environment process is one failure, even if several calls were running in the
-    process.
+    if it happens much later. The share of failures in a block therefore does not depend on how long attempts take or
+    how many episodes are open. If an environment process exits, this is one failure, even if several calls were running
+    in the process.
     """
 
     BLOCK = 100
@@ -159,9 +159,8 @@ class ErrorBudget:
         return (self._num_begun - 1) // self.BLOCK
 
     def fail(self, block: int, blame: float = 1.0) -> str | None:
-        """Count a failed attempt. If one failure ends several attempts, each of them counts as a part of a failure;
-        `blame` is this part, such as 0.5 for two attempts. Return an error text if more than the allowed share of a
-        block has failed, otherwise None."""
+        """Count a failed attempt. Return an error text if more than the allowed share of the block's attempts have
+        failed, otherwise None. `blame`: if one failure ends n attempts, each of them counts as 1/n of a failure."""
         self._failed[block] = self._failed.get(block, 0.0) + blame
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
@@ -227,7 +226,7 @@ class EpisodePlayer:
         return Episode() if opened is None else opened.episode
 
     def may_replay(self, prompt: Prompt) -> bool:
-        """Whether an open episode of an earlier process continues; otherwise it begins again from its prompt."""
+        """Whether a resumed run continues an open episode. Otherwise the episode starts again from its prompt."""
         return not self.plays(prompt) or self._tasks[prompt.task].may_replay
 
     def num_paths(self, key: tuple[int, int]) -> int:
@@ -235,7 +234,7 @@ class EpisodePlayer:
         return 1 + len(self.episode(key).earlier)
 
     def restore(self, prompt: Prompt, trajectory: Trajectory, episode: Episode) -> None:
-        """Add an open episode of an earlier process."""
+        """Add an open episode that an earlier process of the run recorded."""
         self._open[_key(trajectory)] = _Open(prompt, trajectory, episode)
 
     def sampling(self, prompt: Prompt, trajectory: Trajectory) -> SeededSampling:
@@ -252,9 +251,10 @@ class EpisodePlayer:
         return SeededSampling(params, path_seeds(self._sampling.noise_seed, self.num_paths(_key(trajectory)))[-1])
 
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
-        """Send the action of a finished turn, or return the episode if it is over. reason: why the engine ended the
-        turn. If the turn has reached `max_turn_tokens`, it is sent unchanged, even if it has also reached the token
-        limit of the episode. If only the limit of the episode or of the context has cut the turn, it is not sent."""
+        """Send the action of a finished turn to the environment, or return the episode if it is over. A turn that has
+        reached `max_turn_tokens` is sent as it is, even if it has also reached the token limit of the episode. A turn
+        that only the limit of the episode or of the context has truncated is not sent. reason: why the engine ended
+        the turn."""
         key, rules = _key(trajectory), self._tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory
@@ -270,7 +270,7 @@ class EpisodePlayer:
         return None
 
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
-        """Process the answers of environments, waiting at most `timeout_s` for the first, and return the results.
+        """Process the answers of environments and return the results; wait at most `timeout_s` for the first answer.
         Raises EnvironmentFault if the error budget is used up."""
         found: list[Continued | ScoredTrajectory | BeginAgain] = []
         for answer in self._setup.inbox.collect(self._stream, timeout_s):

@@ -19,11 +19,11 @@ from baton.specs.model import ModelSpec, read_model
 from baton.specs.trainer_shapes import Trainer
 
 QUANTILES = 512
-"""Number of equally likely lengths that represent a distribution."""
+"""Maximum number of quantiles that represent a distribution of lengths."""
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """A distribution of token counts: equally likely values in ascending order."""
+    """A distribution of token counts, represented by its quantiles: equally likely values in ascending order."""
 
     values: tuple[float, ...]
 
@@ -54,12 +54,12 @@ def constant(mean: float) -> Lengths:
 
 
 def lognormal(mean: float, cv: float, longest: float) -> Lengths:
-    """Return a lognormal distribution whose lengths above `longest` are cut to `longest`. `mean` is the mean after the
-    cut. `cv` is the ratio of the standard deviation to the mean, before the cut."""
+    """Return a lognormal distribution clipped to `longest`. `mean` is the mean after clipping. `cv` is the ratio of the
+    standard deviation to the mean before clipping."""
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
     z = np.array([normal.inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES)])
-    # bisection finds the location parameter for which the mean after the cut is `mean`
+    # bisection finds the location parameter for which the mean after clipping is `mean`
     low, high = math.log(mean) - 10, math.log(mean) + 10
     for _ in range(80):
         middle = (low + high) / 2
@@ -98,7 +98,7 @@ class Workload(msgspec.Struct, frozen=True):
     forwards_all: bool = True
     """Whether the trainer also computes a forward pass for trajectories whose advantage is zero."""
     backwards_all: bool = False
-    """Whether trajectories of groups with equal rewards get a gradient, for example of a KL term."""
+    """Whether trajectories of groups with equal rewards also get a gradient, for example from a KL term."""
     shares_prompts: bool = False
     """Whether the trainer computes the prompt of a group once instead of once for each trajectory."""
     has_proximal_forward: bool = True
@@ -131,8 +131,8 @@ class Workload(msgspec.Struct, frozen=True):
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Number of tokens for which the engine allocates KV cache per slot in advance, as the embedded engine does. 0: the
-    engine allocates KV cache only for tokens that exist."""
+    """Number of tokens per slot for which the engine allocates KV cache in advance, as the embedded engine does. 0: the
+    engine allocates KV cache only for existing tokens (paged KV cache)."""
     max_output_tokens: int = 0
     """Maximum response length in tokens; 0 if unknown."""
 

@@ -29,22 +29,22 @@ from baton.tasks.problem import Problem
 from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 
 BLOCK = 500
-"""Number of items of each reasoning-gym dataset object. The number is small, because some generators prepare all items
-in advance."""
+"""Number of items of each reasoning-gym dataset object. It is small because some datasets generate all items when they
+are created."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
-"""Tasks whose own scorer takes microseconds for any answer, because it compares only numbers or sets of words.
+"""Tasks with a scorer of their own that takes microseconds for any answer: it only compares numbers or sets of words.
 
-The default scorer, which many tasks inherit, also takes microseconds. All other scorers run in worker processes, which
-can be killed.
+The default scorer, which many tasks inherit, also takes microseconds. All other scorers may take long, so they run in
+worker processes, which can be killed.
 """
 HOW_TO_INSTALL = (
     "run `pip install 'baton-rl[gym]'`, or without a C compiler `pip install 'baton-rl[gym-pure]'` and then "
     "`pip install --no-deps reasoning-gym==0.1.25`"
 )
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
-"""Compiled module → the task that needs it. An import of reasoning-gym imports all of these modules."""
+"""Compiled module → the task that needs it. reasoning-gym imports all of these modules when it is imported."""
 
 
 class GymTask:
@@ -180,8 +180,8 @@ class ListedTask(msgspec.Struct, frozen=True):
 
 
 def list_tasks(name: str | None = None) -> list[ListedTask]:
-    """Return the task `name`, or all tasks, with examples. If a task needs a module that is missing, the error replaces
-    the task's example."""
+    """Return the task `name`, or all tasks, each with an example. If a task needs a module that is not installed, the
+    text of the error replaces its example."""
     return [_describe(each) for each in ([name] if name else gym_tasks())]
 
 
@@ -227,7 +227,7 @@ def _import_gym() -> Any:
 
 
 class _NotCompiled(ModuleType):
-    """Replaces a compiled module that is not installed. Raises UserError when its task is used."""
+    """Stub for a compiled module that is not installed. Any use by the task that needs the module raises UserError."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):

@@ -1,8 +1,12 @@
 """The forward passes of a train step.
 
-Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `first`, the number of
-positions from the first possible response token on; T tokens in all rows, without padding; N tokens that the policy
-wrote, in all rows.
+Dimensions in the shape comments:
+
+    B   rows of a microbatch
+    S   positions of a padded row (prompt and response)
+    K   S − `first`: positions of a row after the shortest prompt
+    T   tokens of all rows, without padding
+    N   tokens of all rows that the policy wrote
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class ModelInputs:
     """The tokens of a microbatch, as a forward pass needs them. Rows are padded on the right."""
 
     rows: tuple[TrainingSample, ...]
-    """At most B rows: empty rows, which only round up the row count, are not listed."""
+    """The rows with tokens. There may be fewer than B, because B includes the empty rows that `pad` adds."""
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
@@ -45,22 +49,22 @@ class ModelInputs:
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     shares: tuple[int, ...] = ()
-    """For each distinct prompt, the number of consecutive rows that start with it; the pass computes the prompt once.
-    Empty if each row computes its own prompt."""
+    """Number of rows that share each prompt. These rows are consecutive, and the pass computes their prompt once. Empty
+    if each row computes its own prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
 
     @property
     def num_repeated(self) -> int:
-        """Number of prompt tokens that are not computed, because an earlier row has the same prompt."""
+        """Number of prompt tokens that the pass skips, because an earlier row has the same prompt."""
         firsts = accumulate(self.shares, initial=0)
         return sum(self.rows[i].prompt_length * (size - 1) for i, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return (experts, positions, number of positions of the pass): for each response token, the experts that the
-        engine reported, and the flattened position at which the forward pass selects them. This position is that of the
-        preceding token, where the token's logits are computed. A padded pass does not compute the last column of
-        `input_ids`."""
+        """Return (experts, positions, number of positions of the pass). experts: the experts that the engine reported
+        for each response token. positions: the flattened position at which the forward pass must select these experts.
+        It is the position of the preceding token, whose hidden state gives the token's logits. A padded pass does not
+        compute the last column of `input_ids`."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0

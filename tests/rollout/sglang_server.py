@@ -1,17 +1,20 @@
-"""A server that keeps SGLang's contract, as its documentation and sources state it, around the embedded engine.
+"""A fake SGLang server for tests, because SGLang cannot be installed everywhere. Its HTTP interface follows SGLang's
+documentation and sources; the embedded engine generates the tokens.
 
-It stands in for the real one, which cannot be installed everywhere. What it reproduces:
+The server reproduces this behaviour:
 
-* `/generate` streams events with all tokens so far, or with the new ones only (`is_incremental`);
-* a request is with the HTTP front end before the scheduler has it (`num_delayed`). An abort that comes meanwhile finds
-  nothing to abort, and the request runs on;
-* an abort hits every request whose id *begins with* the one given; one that runs makes one more token before it ends,
-  one that waits ends with "Abort in waiting queue" and, in an incremental stream, all its tokens once more;
-* events are on their way for a while (`event_s`), so that tokens come after the abort was answered;
-* weights are refused while requests run, prefixes are not flushed then, and the label changes with the weights.
+* `/generate` streams events with all tokens so far, or only with the new tokens (`is_incremental`).
+* A request is in the HTTP front end before it reaches the scheduler (`num_delayed`). If an abort arrives in this time,
+  it has no effect, and the request continues.
+* An abort applies to all requests whose id *starts with* the given id. A running request generates one more token
+  before it ends. A waiting request ends with "Abort in waiting queue"; in an incremental stream, its last event repeats
+  all its tokens.
+* Events are sent with a delay (`event_s`), so tokens may arrive after the answer to the abort.
+* While requests are running, the server refuses new weights and does not flush the prefix cache. The label changes with
+  the weights.
 
-A fault is set by name, and happens to the next request of its kind. A test in which a request must not end before its
-abort comes has the server keep its engine's pace (`keep_pace`).
+A test sets faults by name; each fault affects the next request of its kind. In a test in which a request must not end
+before its abort arrives, the server waits for the client (`keep_pace`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class Asked:
-    """One request, from its arrival at the scheduler on."""
+    """A request that has reached the scheduler."""
 
     rid: str
     lease_id: int
@@ -48,32 +51,32 @@ class Asked:
 
 
 class SglangServer:
-    """The server, in a thread of its own. Settings and faults may be changed while it runs."""
+    """The server, which runs in its own thread. Settings and faults may be changed while it runs."""
 
     def __init__(
         self, engine: EmbeddedEngine, *, is_incremental: bool = False, key: str | None = None, is_old: bool = False
     ) -> None:
-        """is_old: it knows the names that newer servers have given up."""
+        """is_old: the server uses the names of routes and fields of older SGLang versions."""
         self.engine, self.is_incremental, self.key, self.is_old = engine, is_incremental, key, is_old
         self.is_retracting = False
-        """Whether what is aborted had been put back into the queue before, for want of memory."""
+        """Whether aborted requests behave as if they had returned to the queue before, for lack of memory."""
         self.num_delayed = 0
-        """Requests to come that stay with the front end until an abort has missed them."""
+        """Number of next requests that stay in the front end until an abort has missed them."""
         self.event_s = 0.0
         self.context_length = 128
         self.shape: dict[str, int] = {}
-        """What it tells of its GPUs: tp_size, pp_size."""
+        """Parallelism that the server reports: tp_size, pp_size."""
         self.label = "default"
         self.faults: list[str] = []
-        """To come, in order: refuse, break, cut, hang, error, junk, huge, shrink, impostor, early; and of weights:
-        no_weights, other_label."""
+        """Faults of the next requests, in order. For /generate: refuse, break, cut, hang, error, junk, huge, shrink,
+        impostor, early. For weights: no_weights, other_label."""
         self.calls: list[str] = []
-        """Paths asked for, in order."""
+        """Paths of all requests, in order."""
         self.loaded: list[Path] = []
         self.num_missed_aborts = 0
-        """Aborts that found no request."""
+        """Number of aborts that matched no request."""
         self.begun: list[dict[str, Any]] = []
-        """Bodies of /generate."""
+        """Bodies of the requests to /generate."""
         self._num_made = 0
         self._client: SglangEngine | None = None
         self._max_ahead = 0
@@ -86,18 +89,19 @@ class SglangServer:
 
     @property
     def num_running(self) -> int:
-        """Requests that the scheduler has."""
+        """Number of requests in the scheduler."""
         return len(self._asked)
 
     def keep_pace(self, engine: SglangEngine, max_ahead: int = 0) -> None:
-        """Make no token while more than `max_ahead` made for this engine are unknown to it, or an abort is on its way.
+        """Pause generation while `engine` has not received more than `max_ahead` of the generated tokens, or is sending
+        an abort.
 
-        All tokens must be for this engine, and none beyond a stop string.
+        `engine` must be the only client, and no response may continue after a stop string.
         """
         self._client, self._max_ahead = engine, max_ahead
 
     def close(self) -> None:
-        """End it, with every connection."""
+        """Stop the server and close all connections."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -171,7 +175,7 @@ class SglangServer:
             reason = {"type": "abort", "message": "Abort in waiting queue" if waited else "Aborted"}
         if report.segments or reason:
             self._say(asked, reason)
-        if reason is None and asked.is_aborted:  # it has made its one more token
+        if reason is None and asked.is_aborted:  # the request has generated its one more token
             self.engine.abort(report.lease_id)
         if reason is not None:
             del self._asked[report.lease_id]
@@ -268,7 +272,7 @@ class SglangServer:
                 return response
 
     def _arrive(self, body: dict[str, Any], *, early: bool) -> Asked:
-        """Come from the front end to the scheduler."""
+        """Pass a request from the front end to the scheduler."""
         params = body["sampling_params"]
         lease_id = next(self._ids)
         asked = Asked(body["rid"], lease_id, len(body["input_ids"]))
