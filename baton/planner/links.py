@@ -1,8 +1,8 @@
 """Plans for clusters in which machines of the same GPU type have different links.
 
 The search over pools assumes a single bandwidth for all links within a pool, and for all links between two pools. After
-the search, this module exchanges machines to give the plan fast links. The plan's times are then computed with the
-slowest link that the plan uses. A plan uses these links between machines:
+the search, this module swaps machines of the plan so that it uses faster links. The plan's times are then computed with
+the slowest link that the plan uses. A plan uses these links between machines:
 
     ring        between neighbouring machines of a stage, which gather layers and reduce gradients around a ring in the
                 order of their ranks (NCCL and gloo order rings by rank)
@@ -28,15 +28,15 @@ Part = tuple[int, tuple[str, ...]]
 The GPUs of a stage are in the order of its ranks."""
 
 POWER = 16
-"""Exponent in the cost of a link (`_slowness`). Machines are exchanged to reduce the sum of the costs; with a high
+"""Exponent in the cost of a link (`_slowness`). The search swaps machines to reduce the sum of the costs; with a high
 exponent, the slowest link dominates this sum."""
 EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
 """Pairs of factors for the costs of links: the first factor is for links in a ring, the second for links between
 stages. The search runs with every pair, because it is not known which kind of link limits the step."""
 SLOWEST = 8
-"""Number of machines that each step of the search considers for an exchange: those with the slowest links."""
+"""Number of machines that each step of the search tries to swap: those with the slowest links."""
 MOST_SWAPS = 20_000
-"""The search with one pair of `EMPHASES` stops after it has evaluated this number of exchanges of two machines."""
+"""The search with one pair of `EMPHASES` stops after it has evaluated this number of swaps of two machines."""
 
 
 class _UsedLinks(msgspec.Struct, frozen=True):
@@ -96,8 +96,8 @@ def used_pools(
 def faster_assignments(
     cluster: Cluster, pools: Pools, assigned: GpuAssignment, columns: Sequence[int]
 ) -> list[GpuAssignment]:
-    """Return one assignment for each of `EMPHASES`. Machines of one pool that have equally many GPUs are exchanged so
-    that the plan uses faster links. `columns`: the pool of each replica shape of the problem."""
+    """Return one assignment for each of `EMPHASES`, in which machines of the same pool and number of GPUs are swapped
+    so that the plan uses faster links. `columns`: the pool of each replica shape of the problem."""
     used = _used(cluster, *parts_of(assigned, columns), is_mixed=assigned.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []
@@ -156,10 +156,10 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *,
 def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
     """Return, for each machine of the assignment, the machine that replaces it.
 
-    Each step tries to exchange one of the `SLOWEST` machines, beginning with the machine whose links cost most. It
-    computes the total cost after an exchange with each other machine of the same pool and size. If the best of these
-    exchanges reduces the total cost, the step makes it; otherwise the step continues with the next machine. The search
-    ends when no exchange reduces the total cost.
+    Each step tries to swap one of the `SLOWEST` machines, beginning with the machine whose links cost most. It computes
+    the total cost after a swap with each other machine of the same pool and size. If the best of these swaps reduces
+    the total cost, the step makes it; otherwise the step continues with the next machine. The search ends when no swap
+    reduces the total cost.
     """
     slowness: NDArray[np.float64] = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])

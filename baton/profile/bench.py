@@ -113,13 +113,13 @@ class ModeResult(msgspec.Struct, frozen=True):
     tokens in open groups. Over many batches, the increase is negligible."""
     delivered_tokens: int
     seconds: float
-    """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
+    """Seconds that the mode took: CPU time if the engine runs on a CPU, otherwise wall time."""
     tokens_per_s: float
     over_sync: float | None
     over_control: float | None
     """Tokens per second divided by the tokens per second of `sync_2x`; None if `sync_2x` was not measured."""
     occupancy: float
-    """Of all rows that decode steps computed, the fraction that belonged to a trajectory."""
+    """Fraction of the rows computed in decode steps that belonged to a trajectory."""
     of_bound: float
     """Time that the engine alone needs, divided by the measured time."""
     of_step_bound: float
@@ -152,7 +152,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a full decode step (all slots in use) in the bound of decode steps; mean over the tokens of all modes."""
+    """Time of a decode step with all slots in use, as in the stricter bound; mean over the tokens of all modes."""
     full_step_ms_per_1k: float
     """Additional time of a full decode step if the mean position of its rows is 1,000 higher."""
     step_ms_by_width: dict[int, float]

@@ -159,9 +159,9 @@ class ErrorBudget:
         return (self._num_begun - 1) // self.BLOCK
 
     def fail(self, block: int, blame: float = 1.0) -> str | None:
-        """Count a failed attempt. If one failure ends several attempts, each of them counts as a part of a failure;
-        `blame` is this part, such as 0.5 for two attempts. Return an error text if more than the allowed share of a
-        block has failed, otherwise None."""
+        """Count a failed attempt. If one failure ends several attempts, each attempt counts as a fraction `blame` of a
+        failure, such as 0.5 for two attempts. Return an error message if more than the allowed share of the block's
+        attempts have failed, otherwise None."""
         self._failed[block] = self._failed.get(block, 0.0) + blame
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
@@ -198,7 +198,7 @@ class EpisodePlayer:
         self._acting: set[tuple[int, int]] = set()
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
-        """Episodes that ended since the last call of `take_metrics`, except episodes whose environment failed."""
+        """Episodes that ended since the last call to `take_metrics`, except episodes whose environment failed."""
 
     @property
     def _setup(self) -> EpisodeSetup:

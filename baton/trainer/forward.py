@@ -41,7 +41,7 @@ class ModelInputs:
     first: int
     """First position whose logprob is computed: the length of the shortest prompt. K = S − `first`."""
     policy_mask: torch.Tensor
-    """[B, K] bool: True at tokens that the policy wrote, trained or not."""
+    """[B, K] bool: True at every token that the policy wrote, including tokens that are not trained on."""
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     shares: tuple[int, ...] = ()
@@ -57,10 +57,10 @@ class ModelInputs:
         return sum(self.rows[i].prompt_length * (size - 1) for i, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return (experts, positions, number of positions of the pass): for each response token, the experts that the
-        engine reported, and the flattened position at which the forward pass selects them. This position is that of the
-        preceding token, where the token's logits are computed. A padded pass does not compute the last column of
-        `input_ids`."""
+        """Return (experts, positions, number of positions in the forward pass): for each response token, the experts
+        that the engine reported, and the flattened position at which the forward pass routes to them. This is the
+        position of the preceding token, because the logits of a token are computed there. A padded pass does not
+        compute the last column of `input_ids`."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0
@@ -157,8 +157,8 @@ class Passes:
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
         """Run this stage's forward pass. The last stage returns the scores [B, K] of a microbatch's tokens; the other
-        stages return hidden states. With `is_update`, the scores include entropies. With a shared critic, the policy's
-        scores include hidden states. `arrived`: output of the previous stage; None on the first stage."""
+        stages return hidden states. With `is_update`, the returned `TokenScores` also has entropies. A shared critic
+        reads `TokenScores.hidden` of the policy. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
         packed = inputs.packed
         wanted = RequestedScores(self.temperature, is_update, is_update and self.algorithm.entropy_coef > 0)
