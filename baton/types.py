@@ -458,7 +458,7 @@ class ScoredTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def num_policy_tokens(self) -> int:
-        """Number of tokens that the policy wrote, over all paths."""
+        """Number of tokens that the policy wrote, summed over all paths of the episode."""
         return sum(path.num_policy_tokens for path in self.paths)
 
 

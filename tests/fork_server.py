@@ -68,7 +68,9 @@ def start_process(function: Callable[..., None], *arguments: Any, name: str | No
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         process = _CONTEXT.Process(target=_run, args=(_address(), function, arguments), name=name)
         process.start()
-    multiprocessing.process._children.discard(process)  # a child that a failed test has left is not waited for at exit
+    vars(multiprocessing.process)["_children"].discard(
+        process
+    )  # a child that a failed test has left is not waited for at exit
     return process
 
 

@@ -83,7 +83,9 @@ def revoke(
 @token_app.command()
 def unquarantine(
     run: RunPath,
-    name: Annotated[str, typer.Argument(help="Id or label of a worker, or name of a token, in `baton status`.")],
+    name: Annotated[
+        str, typer.Argument(help="Id or label of a worker, or name of an access token, as in `baton status`.")
+    ],
 ) -> None:
     """Lift a quarantine, so that the worker may rejoin. A running hub applies the change within seconds."""
     from baton.swarm.verification.quarantine import unquarantine as lift

@@ -37,7 +37,7 @@ class LoadedEnvironment:
     serial: Serial = "nothing"
     """Which calls run one at a time in a process: no calls, only `reset`, or all calls. Classes of other projects may
     use the global random state of Python and numpy. With `reset` or `all`, this state is therefore seeded before each
-    call of `reset`. With `all`, each episode also has a random state of its own, which is restored before each call and
+    call to `reset`. With `all`, each episode also has a random state of its own, which is restored before each call and
     saved after it."""
 
 

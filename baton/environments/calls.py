@@ -24,7 +24,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
     """How the chat template of the model writes tool definitions."""
 
     family: str
-    """Form in which the template writes tool calls; `tools.py` lists the families."""
+    """Syntax in which the template writes tool calls: one of `FAMILIES` in `tools.py`."""
     is_rendered: bool = False
     """Whether the template renders the schemas of tools. If not, the instructions contain the schemas."""
 
@@ -109,7 +109,7 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     is_truncated: bool
     digest: str
     seconds: float
-    """Duration of the call of `reset` or `step` in seconds, without the time that the call waited for other calls."""
+    """Seconds spent in `reset` or `step`, without the time that the call waited for other calls."""
     tool: str | None = None
     is_success: bool | None = None
     """Whether the episode counts as correct; None if the environment did not report it."""
@@ -117,7 +117,7 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     instructions: str = ""
     """After a reset: text that precedes the observation in the prompt."""
     canonical: str = ""
-    """After a reset: text that is equal for equivalent problems."""
+    """After a reset: canonical form of the problem, which is the same text for all equivalent problems."""
     tools: tuple[dict[str, Any], ...] = ()
     """After a reset: JSON schemas of tools that the chat template renders in the prompt."""
 
@@ -131,9 +131,9 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Number by which this failure increases the count of failed attempts. It is below 1 only if the process ended and
-    the episode cannot be replayed: 1 divided by the number of calls that were running in the process, or 0 if the
-    episode had no running call or another call's deadline ended the process."""
+    """Number that this failure adds to the count of failed attempts: 1, unless the process ended and the episode cannot
+    be replayed. In this case, it is 1 divided by the number of calls that were running in the process, or 0 if the
+    episode had no running call or if the process was killed because another call exceeded its deadline."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
@@ -144,7 +144,7 @@ class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
     memory_bytes: int
     """Maximum memory of the process; 0 sets no limit."""
     timeout_s: float
-    """Maximum seconds of one call of `reset` or `step`."""
+    """Maximum seconds of one call to `reset` or `step`."""
     max_observation_chars: int
 
 

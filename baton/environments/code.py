@@ -52,8 +52,8 @@ class CodeTask:
     def __init__(
         self, max_turns: int = 4, timeout_s: float = 5.0, memory_mib: int = 512, allow_unisolated: bool = False
     ) -> None:
-        """`timeout_s`: maximum processor time of all tests of a turn together. Raises UserError if an argument is out
-        of range."""
+        """`timeout_s`: maximum CPU time of all tests of a turn together. Raises UserError if an argument is out of
+        range."""
         if max_turns < 1 or timeout_s <= 0 or memory_mib < 32:
             raise UserError(
                 f"code: got max_turns {max_turns}, timeout_s {timeout_s}, memory_mib {memory_mib}; allowed are at "

@@ -50,8 +50,7 @@ class EnvironmentInstances:
         self._instances: dict[EpisodeKey, _Instance] = {}
         self._serial = threading.Lock()
         self.called_at: dict[EpisodeKey, float] = {}
-        """Episodes with a running call of `reset` or `step`, and the time at which this call began (monotonic
-        clock)."""
+        """Episode with a running call to `reset` or `step` → time at which this call began (monotonic clock)."""
 
     def act(self, request: ActRequest) -> Observation | ActFailure:
         """Execute a request. An error of the environment is returned as an `ActFailure`."""

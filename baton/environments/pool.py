@@ -4,9 +4,8 @@
                         ▲                              │ process ended, or does not respond
                         └──────────────────────────────┘ at most `retries` times, then alone in its process
 
-All calls of an episode run in one process. This module starts no thread: messages of processes are received, and
-processes are killed and restarted, only within calls of `submit`, `collect` and `discard`. Only one thread may call
-these methods.
+All calls of an episode run in one process. This module starts no thread: it receives the messages of processes, and
+kills and restarts processes, only within `submit`, `collect` and `discard`. Only one thread may call these methods.
 
 If a process ends, each of its running calls may be the cause. These calls are retried one at a time, so that only the
 call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. The

@@ -2,15 +2,15 @@
 
 The child is `python -I -S sandbox.py`. Before the child executes the code, it permanently restricts itself:
 
-* rlimits limit memory, processor time, and the size and number of files;
+* rlimits limit memory, CPU time, and the size and number of files;
 * Landlock (Linux 5.13) allows the child to read the files of Python and the system's libraries, and to use its empty
   working directory, but denies all other files;
 * seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, and
   debugging calls;
 * if the child runs as root, it drops its capabilities.
 
-These restrictions need neither root nor namespaces. The code can use only the standard library. The limit of processor
-time decides whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.
+These restrictions need neither root nor namespaces. The code can use only the standard library. Code that exceeds the
+limit on CPU time counts as too slow. A limit on wall time, several seconds longer, ends code that sleeps.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ class EnvironmentSettings(Settings):
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of calls that run at once in all processes together; further calls wait in a queue."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Maximum duration of one call of `reset` or `step` in seconds, without its time in the queue. If a call takes
+    """Maximum duration of one call to `reset` or `step` in seconds, without its time in the queue. If a call takes
     longer, its process is killed, and the other episodes of the process are rebuilt."""
     retries: int = Field(default=2, ge=0)
     """Maximum number of times that a call is repeated because its process ended or stopped responding."""
     max_failed_share: float = Field(default=0.5, gt=0, le=1)
-    """The run ends if a larger share than this of 100 consecutive attempted episodes fails because of the environment;
-    1 disables the check."""
+    """The run ends if the environment causes more than this share of 100 consecutive episode attempts to fail; 1
+    disables the check."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one process may allocate; 0 sets no limit."""
     max_observation_chars: int = Field(default=16_384, ge=1)

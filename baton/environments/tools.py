@@ -6,7 +6,8 @@
 | `llama3`  | Llama 3.1 to 3.3            | `{"name": …, "parameters": {…}}`, with or without `<|python_tag|>` before |
 | `mistral` | Mistral                     | `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`                          |
 
-A turn without a call ends the episode. An unreadable call and an exception of a tool are reported to the policy.
+A turn without a call ends the episode. If a call is unreadable or a tool raises an exception, the policy receives the
+error message.
 """
 
 from __future__ import annotations

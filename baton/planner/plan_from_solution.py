@@ -28,7 +28,7 @@ def describe(
     """Return the plan of a solution. `prefer`: current role of each GPU; a GPU keeps its role if possible.
 
     If machines of one GPU type have different links, the plan's times are computed with the links that the plan uses.
-    Without `prefer`, machines of one GPU type are also exchanged so that the plan uses faster links."""
+    Without `prefer`, machines of one GPU type are also swapped so that the plan uses faster links."""
     assigned = assign(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or inputs.rates is not None:
         return describe_assigned(inputs, problem, solution, method, assigned, assigned)

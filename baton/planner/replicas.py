@@ -133,17 +133,18 @@ class RolloutProgram:
             for pool in range(len(self._pools))
         )
         gate = slots > self._step.max_running
-        by_gain = sorted(usable, key=lambda c: (-gains[c], self._gpus[c], self._batch[c]))
-        kept: list[int] = []
-        for c in by_gain:
-            if not any(
-                self._pool[k] == self._pool[c]
-                and np.all(self._matrix[:, k] <= self._matrix[:, c])
-                and (not gate or self._batch[k] <= self._batch[c])
-                for k in kept
-            ):
-                kept.append(c)
-        return np.array(kept, dtype=int)
+        by_gain = usable[np.lexsort((self._batch[usable], self._gpus[usable], -gains[usable]))]
+        is_kept = np.zeros(len(by_gain), dtype=bool)
+        for pool in set(self._pool[by_gain].tolist()):
+            own = np.nonzero(self._pool[by_gain] == pool)[0]
+            used, batch = self._matrix[:, by_gain[own]], self._batch[by_gain[own]]
+            used = used[used.any(axis=1)]
+            dominates = np.all(used[:, :, None] <= used[:, None, :], axis=0)  # [a, b]
+            if gate:
+                dominates &= batch[:, None] <= batch
+            # the relation is transitive, so it does not matter whether column a itself is dominated
+            is_kept[own] = ~np.triu(dominates, 1).any(axis=0)
+        return by_gain[is_kept]
 
 
 def _used(column: ReplicaShape, pool: int, level: int) -> float:

@@ -113,7 +113,7 @@ def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return an adapter in its published form: B is multiplied by the scale. `raw`: the adapter's tensors, as
-    `raw_tensors` returns them; None: use the model's adapter."""
+    `raw_tensors` returns them; by default those of the model's adapter."""
     raw = raw_tensors(model) if raw is None else raw
     config: Any = model.peft_config[_NAME]
     found = {}

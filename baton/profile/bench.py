@@ -114,7 +114,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     grown. Over many batches, this growth is negligible."""
     delivered_tokens: int
     seconds: float
-    """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
+    """Seconds that the mode took: CPU time if the engine runs on a CPU, otherwise wall time."""
     tokens_per_s: float
     over_sync: float | None
     over_control: float | None

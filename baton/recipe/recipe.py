@@ -213,7 +213,7 @@ class Recipe(Settings):
 
     @property
     def deterministic(self) -> bool | None:
-        """Whether torch uses deterministic algorithms; None: only without CUDA."""
+        """Whether torch uses deterministic algorithms. None means that it uses them only without CUDA."""
         asked = self.run.deterministic
         return True if asked is None and self.rollout.mode == "sync" else asked
 

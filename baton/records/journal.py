@@ -336,13 +336,15 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
-        """Remove the entries of these kinds with this number and, if given, this sample."""
+        """Remove the entries whose kind is in `kinds` and whose key has this number. With `sample`, remove only the
+        entries of this sample."""
         of_sample = () if sample is None else (sample,)
         where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
         self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
     def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
-        """Return the entries of these kinds and, if given, with this number, ordered by key."""
+        """Return the entries whose kind is in `kinds`, ordered by key. With `number`, return only those with this
+        number."""
         of_number = () if number is None else (number,)
         where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():

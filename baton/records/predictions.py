@@ -66,7 +66,8 @@ class Prediction(msgspec.Struct, frozen=True):
     maximum length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the value predicted for a largest microbatch of `tokens` tokens; None: of the maximum number."""
+        """Return the value predicted for a run whose largest microbatch has `tokens` tokens. None assumes the largest
+        microbatch that the recipe allows."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T

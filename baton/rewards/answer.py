@@ -44,8 +44,8 @@ _STATED = re.compile(
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
     """Return the answer in a response, without whitespace around it, or None if the response does not follow the
-    format. `pattern`: regular expression for the format `regex`. If matching takes longer than 30 s of processor time,
-    the response has no answer."""
+    format. `pattern`: regular expression for the format `regex`. If matching takes more than 30 s of CPU time, the
+    response has no answer."""
     if answer_format == "tags":
         return _last(_TAGGED, response)
     if answer_format == "boxed":

@@ -40,7 +40,7 @@ class ChatFormat(msgspec.Struct, frozen=True):
         try:
             match = last_match(self.pattern, text)
         except TimeoutError:
-            late = f"took more than {DEADLINE_S:.0f} s of processor time"
+            late = f"took more than {DEADLINE_S:.0f} s of CPU time"
             return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}; the search for {self.pattern!r} {late}")
         try:
             return number(float((match[1][0] if match else None) or ""))

@@ -113,7 +113,7 @@ def check_arguments(path: str, function: RewardFunction, signature: Signature, t
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Return whether a call of the function returns an awaitable."""
+    """Return whether a call to the function returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

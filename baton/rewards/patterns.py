@@ -9,8 +9,8 @@ from __future__ import annotations
 import regex
 
 DEADLINE_S = 30.0
-"""Maximum processor time of a search, in seconds. The package `regex` counts the processor time of all threads of the
-process. The limit is therefore so high that a usual pattern does not reach it, even while other threads compute."""
+"""Maximum CPU time of a search, in seconds. The package `regex` counts the CPU time of all threads of the process. The
+limit is therefore so high that a usual pattern does not reach it, even while other threads compute."""
 
 
 def check_pattern(pattern: str) -> int:
@@ -24,6 +24,6 @@ def check_pattern(pattern: str) -> int:
 
 def last_match(pattern: str, text: str) -> tuple[str, tuple[str | None, ...]] | None:
     """Return the text of the last match and the texts of its groups; None without a match. Raises TimeoutError after
-    `DEADLINE_S` of processor time."""
+    `DEADLINE_S` of CPU time."""
     found = list(regex.compile(pattern).finditer(text, timeout=DEADLINE_S))
     return (found[-1][0], found[-1].groups()) if found else None

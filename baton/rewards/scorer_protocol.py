@@ -131,7 +131,7 @@ Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
 """Where the answers of a task are scored. `inline`: in the run's process, by `ScoredTask.score`. A `Spec`: in a worker
-process, because the scorer may hang. None: nowhere; only reward functions score the responses."""
+process, because the scorer may hang. None: the task has no scorer, and only reward functions score the responses."""
 
 
 class ScoredTask(Protocol):

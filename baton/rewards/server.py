@@ -173,7 +173,7 @@ class GenerativeModel:
         self._end(f"ended with exit code {code}")
 
     def _end(self, cause: str) -> None:
-        """End this process, and thereby the server; the run starts both processes again."""
+        """End the vLLM server and this process; the run starts both processes again."""
         line = f"{self._name}: its vLLM server {cause}; its last output: {self._shown()}\n"
         os.write(2, line.encode(errors="replace"))
         self._process.kill()

@@ -28,7 +28,7 @@ class AnswerSettings(Settings):
     """`tags`, `boxed`, `last_line`, `last_number`, `letter` or `regex`; see docs/tasks.md."""
     pattern: str = ""
     """Regular expression for format = "regex". The answer is the first group of its last match. If matching takes
-    longer than 30 s of processor time, the response has no answer."""
+    more than 30 s of CPU time, the response has no answer."""
     instruct: bool = True
     """True: prompts begin with a system message that asks for the format. No message exists for `regex`."""
 

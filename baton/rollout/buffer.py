@@ -41,7 +41,7 @@ class Buffer:
         self._complete: dict[int, int] = {}
         """Id of each complete group → oldest version among its tokens, in the order of completion."""
         self._refused: tuple[int, int] | None = None
-        """The values (`version`, `_num_changes`) of the last call of `take` that found too few groups. Another call
+        """The values (`version`, `_num_changes`) at the last call to `take` that found too few groups. Another call
         with the same values would find too few groups again."""
         self._num_changes = 0
         self._first_incomplete = -1

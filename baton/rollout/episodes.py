@@ -197,7 +197,7 @@ class EpisodePlayer:
         self._acting: set[tuple[int, int]] = set()
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
-        """Episodes that ended since the last call of `take_metrics`, except episodes whose environment failed."""
+        """Episodes that ended since the last call to `take_metrics`, except episodes whose environment failed."""
 
     @property
     def _setup(self) -> EpisodeSetup:

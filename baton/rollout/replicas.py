@@ -107,7 +107,7 @@ class _Replica:
     lease_s: float = 0.0
     """Lease-seconds: duration of each step times the number of leases, summed over the steps."""
     counted: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Decoded tokens, `busy_s` and `lease_s` at the last call of `take_metrics`."""
+    """Decoded tokens, `busy_s` and `lease_s` at the last call to `take_metrics`."""
     thread: Future[None] | None = None
 
     def take_metrics(self) -> dict[str, float]:

@@ -55,7 +55,7 @@ class RolloutScheduler:
         self._busy_slot_s = self._slot_s = self._running_s = 0.0
         self.ledger = Ledger()
         self.step = StepCounts()
-        """Counters since the last call of `take_step_counts`."""
+        """Counters since the last call to `take_step_counts`."""
         self.next_group_id = next_group_id
         self._delivered = version
         self._groups: dict[int, TrackedGroup] = {}

@@ -63,8 +63,9 @@ class WorkerTransport(Protocol):
         return
 
     def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
-        """Called if the trainer computes other logprobs for these tokens. If untrusted workers generated all of them,
-        quarantine these workers, and return the names of the trajectories in `groups` with their tokens."""
+        """Called if the trainer computes other logprobs for the tokens of `suspects`. If untrusted workers generated
+        all of these tokens, quarantine the workers, and return the names of the trajectories in `groups` that contain
+        tokens of these workers."""
         return frozenset()
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -76,17 +77,17 @@ class WorkerTransport(Protocol):
 
 
 STEPS = 8
-"""Maximum number of decode steps per call of `receive`. Each decode step evicts the controller's data from the
-processor's caches, so handling the messages of several steps together is faster."""
+"""Maximum number of decode steps per call to `receive`. Each decode step evicts the controller's data from the CPU
+caches, so handling the messages of several steps together is faster."""
 STEPS_S = 0.05
-"""Seconds after which a call of `receive` starts no further decode step."""
+"""Seconds after which a call to `receive` starts no further decode step."""
 
 
 class LocalTransport(WorkerTransport):
     """A worker in this process. The engine runs only during `receive`."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None, *, num_steps: int = 1) -> None:
-        """num_steps: maximum number of steps of the engine per call of `receive`."""
+        """num_steps: maximum number of engine steps per call to `receive`."""
         self.engine = engine
         self._trace, self._num_steps = trace or LeaseTrace(TraceWriter()), num_steps
         self._is_paused = False

@@ -18,8 +18,8 @@ from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajecto
 SHORT_WAIT_S = 0.02
 """Maximum seconds of one wait for worker messages while rewards or the end of a train step are also expected."""
 MAX_COUNTED_WAIT_S = 5.0
-"""If more than this number of seconds has passed between two calls of `receive`, only this number counts as time
-without progress, because this process may have been suspended."""
+"""If more than this number of seconds passes between two calls to `receive`, only this number counts as time without
+progress, because this process may have been suspended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class TrainSteps:
-    """The train steps of a run. Methods of this class wait only within calls of the controller and of the trainer."""
+    """The train steps of a run. Methods of this class block only in calls to the controller and to the trainer."""
 
     controller: RolloutController
     port: WorkerTransport

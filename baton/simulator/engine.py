@@ -49,7 +49,7 @@ class SimulatedLease:
     sample_index: int
     prompt: int
     tokens: int
-    """Number of response tokens at the last call of `_count`."""
+    """Number of response tokens at the last call to `_count`."""
     length: int
     """Number of response tokens of the complete trajectory."""
     version: int

@@ -29,7 +29,7 @@ class EngineSpec:
     class_cost: float | None = None
     """A decode step divides its rows into length classes; each row attends over the longest context of its class
     (`cost/generate.py: scanned_tokens`). This value is the cost of each additional class. Its unit is the time to
-    attend to one position. None: no classes; every row attends over its own context."""
+    attend to one position. None means that there are no classes, and every row attends over its own context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class SimulatedConnection:
     arrived_s: float = 0.0
     """Time at which the last message arrived; before the first message, time at which the connection began."""
     due_s: float = math.inf
-    """Time of the next check whether messages still arrive; infinite before the first call of `watch`."""
+    """Time of the next check whether messages still arrive; infinite before the first call to `watch`."""
     silence_s: Callable[[], float] = field(init=False)
     on_silence: Callable[[], None] = field(init=False)
 

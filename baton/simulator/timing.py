@@ -117,7 +117,7 @@ class TrainSpeed:
     """Seconds per square of a trajectory's number of tokens (attention)."""
     zero_advantage: float = 1.0
     """Time of a trajectory whose advantage is zero, as a share of the time of an equally long trajectory whose
-    advantage is nonzero. The trainer skips the backward pass of the former, and perhaps also the forward pass."""
+    advantage is nonzero. The trainer skips the backward pass if the advantage is zero, and perhaps the forward pass."""
     shares_prompts: bool = False
     """As in `Workload`."""
 

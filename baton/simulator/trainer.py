@@ -45,7 +45,7 @@ class VirtualStep(Pending):
         self._begin_s = self._last_s = self._clock.now_s
         self._slowdown = 0.0
         """Slowdown of the step since `_last_s`: the ratio of its actual duration to its duration without running
-        trajectories. 0 before the first call of `_has_ended`."""
+        trajectories. 0 before the first call to `_has_ended`."""
         if in_background:
             trainer.port.slow(trainer.setting.engine_slowdown)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
@@ -36,7 +37,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return self.values[-1]
 
     def moment(self, order: int) -> float:
-        return float(np.mean(np.asarray(self.values) ** order))
+        return _moment(self.values, order)
 
     def longest_of(self, count: float) -> float:
         """Return the expected maximum of `count` independent lengths."""
@@ -46,6 +47,11 @@ class Lengths(msgspec.Struct, frozen=True):
     def survival(self, positions: NDArray[np.float64]) -> NDArray[np.float64]:
         """For each position, return the share of lengths that are greater than this position."""
         return 1 - np.searchsorted(self.values, positions, side="right") / len(self.values)
+
+
+@lru_cache(maxsize=1024)  # a planner asks for the same few moments once per candidate shape
+def _moment(values: tuple[float, ...], order: int) -> float:
+    return float(np.mean(np.asarray(values) ** order))
 
 
 def constant(mean: float) -> Lengths:

@@ -5,8 +5,8 @@ worker's first Hello.
 
 The name of an access token does not identify a worker, because two token files may contain the same name. A key
 consists of a nonce and the nonce's keyed hash. The hub therefore needs no list of keys, and a restarted hub with the
-same secret recognises its workers. A worker that discards its key counts as a new worker of the same token. Therefore a
-token with too many quarantined workers is also quarantined.
+same secret recognises its workers. A worker that discards its key counts as a new worker with the same access token. An
+access token with too many quarantined workers is therefore quarantined too.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ModelInputs:
     first: int
     """First position whose logprob is computed: the length of the shortest prompt. K = S − `first`."""
     policy_mask: torch.Tensor
-    """[B, K] bool: True at tokens that the policy wrote, trained or not."""
+    """[B, K] bool: True at every token that the policy wrote, including tokens that are not trained on."""
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     shares: tuple[int, ...] = ()
@@ -161,8 +161,8 @@ class Passes:
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
         """Run this stage's forward pass. The last stage returns the scores [B, K] of a microbatch's tokens; the other
-        stages return hidden states. With `is_update`, the scores include entropies. With a shared critic, the policy's
-        scores include hidden states. `arrived`: output of the previous stage; None on the first stage."""
+        stages return hidden states. With `is_update`, the returned `TokenScores` also has entropies. A shared critic
+        reads `TokenScores.hidden` of the policy. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
         packed = inputs.packed
         wanted = RequestedScores(self.temperature, is_update, is_update and self.algorithm.entropy_coef > 0)

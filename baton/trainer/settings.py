@@ -99,7 +99,7 @@ class TrainerSettings(Settings):
     @classmethod
     def _ascend(cls, limits: tuple[float, float]) -> tuple[float, float]:
         if not 0 < limits[0] <= limits[1]:
-            raise ValueError("allowed are two numbers above 0: a warning limit, and an error limit that is not lower")
+            raise ValueError("must be two numbers above 0: a warning limit, then an error limit that is not lower")
         return limits
 
     @field_validator("betas")

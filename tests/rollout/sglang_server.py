@@ -85,7 +85,7 @@ class SglangServer:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
-        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
 
     @property
     def num_running(self) -> int:
@@ -102,9 +102,9 @@ class SglangServer:
 
     def close(self) -> None:
         """Stop the server and close all connections."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -501,7 +501,7 @@ class SwarmBench:
         self.port.close()
         self.port.close()
         self.workers_loop.call_soon_threadsafe(self.workers_loop.stop)
-        self._thread.join(10.0)
+        self._thread.join(60.0)
         assert not self._hub_thread.is_alive(), "the hub's thread has ended"
 
 

@@ -58,7 +58,7 @@ class WorkerArguments(msgspec.Struct, frozen=True):
 
 
 PIECE_BYTES = 64 * 2**20
-"""Maximum number of bytes of a file that one call of `RankActor.take` returns."""
+"""Maximum number of bytes of a file that one call to `RankActor.take` returns."""
 
 
 def own_directory(what: str) -> Path:

@@ -100,7 +100,7 @@ class EngineClient(ABC):
         self._thread.start()
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
-        """Start requests. Later calls of `take` return the generated tokens."""
+        """Start requests. Later calls to `take` return the generated tokens."""
         self._loop.call_soon_threadsafe(self._submit_requests, list(requests))
 
     @abstractmethod

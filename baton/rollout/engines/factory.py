@@ -126,7 +126,8 @@ def check_source(settings: EngineSettings, own: Collection[str]) -> None:
     variable of this machine, or arguments of vLLM, which can run code. Only the user of this machine may set these
     keys.
 
-    own: keys that are not checked, because the user of this machine, or a run of this user, has set them.
+    own: keys that are not checked, because they were set by the user of this machine or by a run that this user
+    started.
     """
     url, arguments = settings.sglang.url, settings.vllm.arguments
     if settings.kind == "sglang" and url is not None and "url" not in own:

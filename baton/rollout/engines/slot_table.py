@@ -34,8 +34,8 @@ class Piece(NamedTuple):
     end: int
     """Number of ids from the start of the prompt to the end of the piece."""
     version: int | None
-    """Number of the version whose weights compute the piece's keys and values; None: the version that the engine
-    serves."""
+    """Number of the version whose weights compute the piece's keys and values. None stands for the version that the
+    engine serves."""
     is_within_turn: bool = False
     """Whether the piece ends with tokens of an unfinished turn. A piece without such tokens is computed by a
     prefill."""

@@ -74,7 +74,7 @@ class Peer:
     """Id of the worker, from `identity.WorkerKeys`."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     served: int | None = None
-    """Number of the version that the worker serves; None if it serves no version that this hub process knows."""
+    """Number of the version that the worker serves; None if it serves none that this hub process has published."""
     is_limited: bool = False
     """Whether the hub has said that the worker returns too many leases."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)

@@ -5,11 +5,11 @@
 The hub assigns prompts and noise, so a reported token can be wrong in two ways: its logprob may differ from the logprob
 under the weights, or the assigned noise may select another token. Both deviations are measured in nats. A correct
 worker deviates only by rounding errors. The distribution of rounding errors depends on the worker's class and is
-estimated from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding
-cannot explain leads to quarantine.
+estimated from trusted workers. A single token that slightly exceeds a tolerance has no consequence. A token that
+rounding cannot explain leads to quarantine.
 
-Sampling divides the logits by the temperature, and thereby also their rounding errors. Deviations are therefore
-multiplied by min(1, temperature).
+Sampling divides the logits, including their rounding errors, by the temperature. Deviations are therefore multiplied by
+min(1, temperature).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RankedTrainer(Trainer):
         """How direct transfers send tensors; None if versions are published through a file."""
         self.bucket_bytes = BUCKET_BYTES
         self._peak_bytes: int | None = None
-        """Largest `DeviceMemory.peak_bytes` since the last call of `take_peak_bytes`."""
+        """Largest `DeviceMemory.peak_bytes` since the last call to `take_peak_bytes`."""
         try:
             store = self._ask(messages.Listen(), messages.Listening)[0]
             self._ask(messages.RankSetup(setup, store.host, store.port, timeout_s), messages.Ready)

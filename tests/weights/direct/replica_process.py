@@ -148,4 +148,4 @@ class ProcessLink:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)

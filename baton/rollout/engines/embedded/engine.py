@@ -212,8 +212,8 @@ class EmbeddedEngine(SlotEngine):
         return contexts * self._context_tokens
 
     def _drop_kept(self) -> None:
-        """Drop the least recently used pieces beyond `_kept_limit`. Pieces that no lease uses are dropped first, then
-        pieces of running leases, then pieces of waiting leases."""
+        """Drop the least recently used pieces until the others fit into `_kept_limit`. Pieces that no lease uses are
+        dropped first, then pieces of running leases, then pieces of waiting leases."""
         if self._kept.num_tokens > (limit := self._kept_limit):
             for _, row in self._table.running():
                 self._kept.use(row.kept)

@@ -127,15 +127,15 @@ class Network:
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Ascending batch sizes at which a decode step computes identical bits. The last batch size covers all
+        """Batch sizes, in ascending order, at which a decode step gives bit-identical results. The last one covers all
         slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending KV lengths at which a decode step computes identical bits. The last KV length is the cache
+        """KV lengths, in ascending order, at which a decode step gives bit-identical results. The last one is the cache
         length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
-        """Prefill shape → ascending batch sizes at which a prefill of this shape computes identical bits."""
+        """Prefill shape → batch sizes, in ascending order, at which this prefill gives bit-identical results."""
         self.cache = self._proven_cache()
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
@@ -291,8 +291,8 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
-        """Return, in ascending order, the numbers of rows for which a prefill computes the same bits as with the
-        shape's maximum number of rows."""
+        """Return, in ascending order, the batch sizes at which the results of a prefill are bit-identical to those at
+        the shape's maximum batch size."""
         most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)
@@ -311,9 +311,9 @@ class Network:
         return (*(rows for rows in reversed(fewer) if is_same(rows)), most)
 
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ascending decode widths and cache lengths that compute the same bits as the largest ones. For the
-        comparison every position of every slot is filled with noise. On CUDA only the full width is used, because a
-        narrower step saves almost no time."""
+        """Return, in ascending order, the batch sizes and the KV lengths at which the results of a decode step are
+        bit-identical to those at the largest ones. For the comparison, every position of every slot is filled with
+        noise. On CUDA only the full batch size is used, because a smaller one saves almost no time."""
         full = self.cache.length
         noise = _noise(like, full)
         for slot in range(self._width):

@@ -65,8 +65,8 @@ class DirectVersions:
         self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
         """Converts a published version to tensors under the names of the model's files. Set by the engines."""
         self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
-        """The last offered version, and the name of its offer. Transfers use this name instead of the version, because
-        it is unique even if a version is offered twice."""
+        """The version passed to the last call to `offer`, and a unique name for this call. `sender` knows the version
+        by this name, because the same version may be offered twice."""
 
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
         """Begin to send a version. Return the version's tensors under the names of the model's files. Raises

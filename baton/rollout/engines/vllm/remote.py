@@ -146,7 +146,7 @@ def _direct(start: Start) -> DirectTransfer:
 
 
 class RemoteReplica(ABC):
-    """An `Engine` in another process, which also forwards calls of `DirectLoad` to its vLLM workers."""
+    """An `Engine` in another process, which also forwards calls from `DirectLoad` to its vLLM workers."""
 
     direct: DirectLoad
     """Exists after `join`."""
