@@ -9,6 +9,7 @@ trainer ranks. What starts a new interpreter: the tests of the wheel, of Ray, of
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -68,10 +69,13 @@ def start_process(function: Callable[..., None], *arguments: Any, name: str | No
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         process = _CONTEXT.Process(target=_run, args=(_address(), function, arguments), name=name)
         process.start()
-    vars(multiprocessing.process)["_children"].discard(
-        process
-    )  # a child that a failed test has left is not waited for at exit
     return process
+
+
+@atexit.register  # before that of multiprocessing, which waits for all children
+def _kill_children() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def exit_code_of(process: BaseProcess, deadline_s: float = 120.0) -> int:

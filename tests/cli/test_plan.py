@@ -61,7 +61,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def plan(files: Path, *arguments: object, cluster: bool = True) -> str:
-    base: list[object] = ["plan", "--model", MODEL, "--workload", files / "work.toml"]
+    base: list[object] = ["plan", "--model", MODEL, "--workload", files / "work.toml", "--time-limit", 8]
     base += ["--cluster", files / "cluster.toml"] if cluster else []
     result = CliRunner().invoke(cli.app, [str(a) for a in (*base, *arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
