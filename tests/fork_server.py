@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver, reduction
@@ -49,14 +50,19 @@ _SET_MEANWHILE = {
     "CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT", "HF_HUB_DISABLE_TELEMETRY", "PYTEST_CURRENT_TEST",
     "TOKENIZERS_PARALLELISM",
 }  # fmt: skip
-"""Variables that pytest and Baton set by themselves."""
+"""Variables that pytest and Baton set by themselves, as those of Ray and vLLM."""
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _SET_MEANWHILE}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _SET_MEANWHILE and not name.startswith(("RAY_", "VLLM_"))
+    }
 
 
 _ENVIRONMENT = _environment()
+_LOCK = threading.Lock()
 _start_new_child = frames.start_child
 
 
@@ -66,9 +72,8 @@ def start_process(function: Callable[..., None], *arguments: Any, name: str | No
     function: by its name in a module.
     arguments: whatever can be pickled.
     """
-    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
-        process = _CONTEXT.Process(target=_run, args=(_address(), function, arguments), name=name)
-        process.start()
+    process = _CONTEXT.Process(target=_run, args=(_address(), function, arguments), name=name)
+    process.start()
     return process
 
 
@@ -100,7 +105,10 @@ def stop_process(pid: int, deadline_s: float = 120.0) -> None:
 def _address() -> dict[str, Any]:
     """What a child needs to start children of its own at the same server."""
     server = forkserver._forkserver
-    server.ensure_running()
+    with _LOCK:
+        if not vars(server).get("_forkserver_address"):  # it is not running yet, and gets this environment
+            with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+                server.ensure_running()
     return {name: vars(server)[name] for name in ("_forkserver_address", "_forkserver_authkey") if name in vars(server)}
 
 

@@ -69,6 +69,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own name; actors wait behind other tests at 15
         self.before = in_memory()
         head = {"include_dashboard": False, "_system_config": NOTICED_SOON, **_size(num_cpus=1)}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
