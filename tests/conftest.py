@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from tests import fork_server  # noqa: F401  before any module of Baton, of which it replaces a function
+from tests import fork_server  # noqa: F401  replaces a function of Baton, so it is imported before Baton
 
 settings.register_profile("unhurried", deadline=None)  # no test asserts a time, however busy the machine is
 settings.register_profile(

@@ -1,10 +1,10 @@
-"""Child processes of tests, forked from a server that has imported everything and run nothing.
+"""Starts the child processes of tests: forks them from a server process that has imported all modules and run nothing.
 
-A child costs what it does and not what its imports take, which is five seconds of a core. A test process itself must
-not be forked to train: its libraries may have started threads by then, which a child does not have and may wait for.
+A forked child does not import PyTorch and transformers again, which takes seconds. A test process itself must not be
+forked: its libraries may have started threads, which do not exist in the child, so the child may hang or abort.
 
-In test processes and in their children, this module replaces the function by which Baton starts engine processes and
-trainer ranks. What starts a new interpreter: the tests of the wheel, of Ray, of local workers and of scripts.
+An import of this module replaces `baton.frames.start_child`, so that engine processes and trainer ranks are forked too.
+The tests of the wheel, of Ray, of local workers and of scripts still start new interpreters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "tests.fork_server",  # first: the others import what it replaces
+        "tests.fork_server",  # first, because the other modules import `start_child`
         "baton.cli.main",
         "baton.environments.pool",
         "baton.rewards.pool",
@@ -46,18 +46,18 @@ _CONTEXT.set_forkserver_preload(
         "tests.swarm.swarm_processes",
     ]
 )
-_SET_MEANWHILE = {
+_IGNORED = {
     "CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT", "HF_HUB_DISABLE_TELEMETRY", "PYTEST_CURRENT_TEST",
     "TOKENIZERS_PARALLELISM",
 }  # fmt: skip
-"""Variables that pytest and Baton set by themselves, as those of Ray and vLLM."""
+"""Environment variables that pytest and Baton set while tests run. Those of Ray and vLLM are ignored too."""
 
 
 def _environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in _SET_MEANWHILE and not name.startswith(("RAY_", "VLLM_"))
+        if name not in _IGNORED and not name.startswith(("RAY_", "VLLM_"))
     }
 
 
@@ -67,34 +67,32 @@ _start_new_child = frames.start_child
 
 
 def start_process(function: Callable[..., None], *arguments: Any, name: str | None = None) -> BaseProcess:
-    """Start `function(*arguments)` in a child process, with the environment variables of this process's start.
+    """Start `function(*arguments)` in a child process.
 
-    function: by its name in a module.
-    arguments: whatever can be pickled.
+    The child has the environment variables that this process had when it imported this module. `function` must be
+    importable by name, and `arguments` must be picklable.
     """
     process = _CONTEXT.Process(target=_run, args=(_address(), function, arguments), name=name)
     process.start()
     return process
 
 
-@atexit.register  # before that of multiprocessing, which waits for all children
+@atexit.register  # runs before the exit function of multiprocessing, which waits for all children
 def _kill_children() -> None:
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def exit_code_of(process: BaseProcess, deadline_s: float = 120.0) -> int:
-    """Wait for the end of a process; minus the number of the signal if one has killed it.
-
-    Raises AssertionError after the deadline.
-    """
+    """Wait until a process exits. Return its exit code, which is the negative signal number if a signal killed it.
+    Raises AssertionError after the deadline."""
     process.join(deadline_s)
     assert process.exitcode is not None, f"process {process.pid} has not ended in {deadline_s:.0f} s"
     return process.exitcode
 
 
 def stop_process(pid: int, deadline_s: float = 120.0) -> None:
-    """SIGSTOP, and wait until it stands still."""
+    """Send SIGSTOP, and wait until the process has stopped."""
     os.kill(pid, signal.SIGSTOP)
     until_s = time.monotonic() + deadline_s
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
@@ -103,10 +101,11 @@ def stop_process(pid: int, deadline_s: float = 120.0) -> None:
 
 
 def _address() -> dict[str, Any]:
-    """What a child needs to start children of its own at the same server."""
+    """Start the server if it is not running. Return the attributes with which a child connects to the same server, to
+    start children of its own."""
     server = forkserver._forkserver
     with _LOCK:
-        if not vars(server).get("_forkserver_address"):  # it is not running yet, and gets this environment
+        if not vars(server).get("_forkserver_address"):  # the server is not running yet
             with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
                 server.ensure_running()
     return {name: vars(server)[name] for name in ("_forkserver_address", "_forkserver_authkey") if name in vars(server)}
@@ -121,7 +120,7 @@ def _run(address: dict[str, Any], function: Callable[..., None], arguments: tupl
 
 
 class Forked:
-    """The part of `subprocess.Popen` that the parents of processes use."""
+    """A forked process with the part of the interface of `subprocess.Popen` that Baton and the tests use."""
 
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None
@@ -152,7 +151,7 @@ class Forked:
 
 
 class Descriptor:
-    """A file descriptor of this process, which a child receives as a number of its own."""
+    """An argument of `start_process`: a file descriptor. The child gets a duplicate, as an int."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -165,8 +164,8 @@ def _received(sent: Any) -> int:
     return int(sent.detach())
 
 
-def be_baton(arguments: list[str], out: int, err: int) -> None:
-    """In a child: be `baton` with these arguments, which writes to these descriptors."""
+def run_cli(arguments: list[str], out: int, err: int) -> None:
+    """Run the `baton` command in this child process. out, err: file descriptors for stdout and stderr."""
     for number, file in ((1, out), (2, err)):
         os.dup2(file, number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
@@ -178,19 +177,20 @@ def be_baton(arguments: list[str], out: int, err: int) -> None:
     main()
 
 
-def _baton_at(directory: str, arguments: list[str], out: int, err: int) -> None:
+def _run_cli_in(directory: str, arguments: list[str], out: int, err: int) -> None:
     os.chdir(directory)
-    be_baton(arguments, out, err)
+    run_cli(arguments, out, err)
 
 
 def start_baton(*arguments: object, out: int = 1, err: int = 2) -> Forked:
-    """Start `baton` with these arguments in the root of the repository, which writes to these descriptors."""
+    """Start the `baton` command in a child process, in the root of the repository. out, err: file descriptors for
+    stdout and stderr."""
     words, files = list(map(str, arguments)), (Descriptor(out), Descriptor(err))
-    return Forked(start_process(_baton_at, str(ROOT), words, *files))
+    return Forked(start_process(_run_cli_in, str(ROOT), words, *files))
 
 
 def run_baton(*arguments: object, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Run `baton` to its end and return its exit code and what it wrote. Raises TimeoutExpired."""
+    """Run the `baton` command in a child process, and return its exit code and output. Raises TimeoutExpired."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start_baton(*arguments, out=out.fileno(), err=err.fileno())
         try:
@@ -203,8 +203,9 @@ def run_baton(*arguments: object, timeout_s: float = 120.0) -> subprocess.Comple
 
 
 def child_processes(command: str) -> list[int]:
-    """The engine processes (`engine`) or ranks (`rank`) that this test process or its children have started."""
-    found = []
+    """Return the ids of the engine processes (`engine`) or ranks (`rank`) that this test process or its children have
+    started."""
+    server, found = vars(forkserver._forkserver)["_forkserver_pid"], []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -212,13 +213,9 @@ def child_processes(command: str) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             comm, _, fields = rest.rpartition(")")
-            if comm == f"baton {command}" and int(fields.split()[1]) == _server_pid():
+            if comm == f"baton {command}" and int(fields.split()[1]) == server:
                 found.append(int(entry.name))
     return sorted(found)
-
-
-def _server_pid() -> int:
-    return int(vars(forkserver._forkserver)["_forkserver_pid"])
 
 
 # ---- engine processes and trainer ranks ------------------------------------------------------------------------------
@@ -228,11 +225,12 @@ def _as_child(command: str, theirs: int, out: int, err: int, threads: int, direc
     import torch
 
     torch.set_num_threads(threads)
-    _baton_at(directory, [command, str(theirs)], out, err)
+    _run_cli_in(directory, [command, str(theirs)], out, err)
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[Any, Any]:
-    """Start an engine process or a rank as Baton does, but forked; not if a test has changed environment variables."""
+    """Fork an engine process or a rank. If a test has changed environment variables, start a new interpreter, as Baton
+    does, because libraries read some variables when they are imported."""
     if _environment() != _ENVIRONMENT:
         return _start_new_child(command, threads=threads, max_frame_bytes=max_frame_bytes)
     ours, theirs = frames.frame_sockets(max_frame_bytes)

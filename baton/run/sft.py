@@ -136,19 +136,19 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
         tokenizer = load_tokenizer(recipe.model.path)
         device = torch_device(recipe.model.device)
         model = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
+        if not end_ids(model, tokenizer):
+            raise UserError(
+                f"{recipe.model.path} has no end-of-sequence id, so no response could end; set eos_token_id in its "
+                "config.json"
+            )
     else:
         assert recipe.scratch is not None
         tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
         model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
-    ends = end_ids(model, tokenizer)
-    if not ends:
-        path = recipe.model.path if recipe.model is not None else "the new model"
-        raise UserError(
-            f"{path} has no end-of-sequence id, so no response could end; set eos_token_id in its config.json"
-        )
+    end = end_ids(model, tokenizer)[0]
     encoder = PromptEncoder(tokenizer, recipe.task)
     examples = (
-        Demonstration(encoder.ids(prompt), _response_ids(texts, encoder, ends[0]))
+        Demonstration(encoder.ids(prompt), _response_ids(texts, encoder, end))
         for prompt, texts in _conversations(recipe)
     )
     return model, tokenizer, examples

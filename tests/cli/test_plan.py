@@ -216,6 +216,7 @@ def test_the_recipes_of_the_planner_can_be_read() -> None:
         ("cluster", CLUSTER + "link_gb_per_s = inf\n", "link_gb_per_s: got inf"),
         ("cluster", CLUSTER + "[gpu.H20]\nhbm_gb = inf\n", "hbm_gb: got inf"),
         ("cluster", CLUSTER + "speed = 9\n", "unknown key nodes.1.speed"),
+        ("cluster", CLUSTER.replace("count = 2", "count = 100001"), "count: got 100001"),
         ("cluster", CLUSTER.replace("[[nodes]]", "[nodes]"), "is not valid TOML"),
         ("work", WORK.replace("groups = 64", "groups = 0"), "groups: got 0"),
         ("work", WORK.replace("6000", "1000"), "above mean = 1500"),

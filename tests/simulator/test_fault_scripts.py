@@ -57,6 +57,7 @@ def test_a_file_says_what_happens_and_the_seed_draws_the_rest(tmp_path: Path) ->
         ('[[fault]]\nkind = "hang"\nat_s = 1', "needs a duration"),
         ('[[fault]]\nkind = "crash"\nat_s = 1\nwhen = 2', "when"),
         ("[random]\nfaults = 1\nuntil_s = 9\nkinds = []", "random.kinds"),
+        ("[random]\nfaults = 1\nuntil_s = inf", "finite"),
         ("[[fault]\nkind", "is not valid TOML"),
     ],
 )

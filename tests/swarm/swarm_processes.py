@@ -1,7 +1,7 @@
 """A swarm of real processes on real sockets: a training process with its hub, and workers that join it by its URL.
 
-They are forked from a server that has imported everything already; otherwise they are what `baton train --serve` and
-`baton worker` are, signals and exit codes included.
+`tests/fork_server.py` forks the processes. Apart from that, they behave like `baton train --serve` and `baton worker`,
+including signals and exit codes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.swarm.auth import Role, TokenFile, write_private
 from baton.swarm.hub.status import HubStatus, WorkerStatus
 from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.types import plain
-from tests.fork_server import be_baton, start_process, stop_process
+from tests.fork_server import run_cli, start_process, stop_process
 
 DEADLINE_S = 120.0
 """For anything that is waited for: only a failure takes so long."""
@@ -128,7 +128,7 @@ class Child:
         self.process.join(DEADLINE_S)
 
     def stop(self) -> None:
-        """SIGSTOP, and see it stand still."""
+        """Send SIGSTOP, and wait until the process has stopped."""
         stop_process(self.pid)
 
     def go_on(self) -> None:
@@ -184,13 +184,13 @@ class Inside(Protocol):
 
 
 def _as_command(arguments: list[str], log: str, faults: Inside | None, namespace: str) -> None:
-    """In the child: be `baton` with these arguments."""
+    """In the child: run the `baton` command with these arguments."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if namespace:
         _enter(namespace)
     if faults is not None:
         faults.apply()
-    be_baton(arguments, file, file)
+    run_cli(arguments, file, file)
 
 
 def _enter(namespace: str) -> None:

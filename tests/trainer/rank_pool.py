@@ -14,14 +14,14 @@ from tests.fork_server import Descriptor, Forked, start_process
 
 SIZE = 4
 M_MMAP_THRESHOLD = -3
-"""From malloc.h."""
+"""Parameter of `mallopt`, from malloc.h."""
 
 
 class RankPool:
     """Processes, to be lent to one trainer at a time."""
 
     def __init__(self, scratch: Path, size: int = SIZE, *, returns_memory: bool = False) -> None:
-        """returns_memory: whether glibc returns what is freed, unless it is small."""
+        """returns_memory: whether glibc returns freed blocks of at least 64 KiB to the system at once."""
         self.scratch = scratch
         pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(size)]
         self.sockets = [ours for ours, _ in pipes]
@@ -58,7 +58,7 @@ class LentRanks(LocalRanks):
 
 
 def serve(descriptor: int, returns_memory: bool) -> None:
-    """In the child: be one rank after another."""
+    """In the child: serve as one rank after another."""
     import torch
 
     from baton.trainer.parallel.rank_server import RankServer
