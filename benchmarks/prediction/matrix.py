@@ -8,7 +8,7 @@
 
 The predictions come from simulations with the calibrations of `baton profile`, whose runs have seed 1. The measured
 runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl, with commit, hardware,
-and the processor time that other processes used during the run.
+the processor time that other processes used during the run, and the speed of the processor meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,6 +109,48 @@ def others(begin: tuple[float, float, float], end: tuple[float, float, float]) -
     return max(0.0, all_s - own_s) / seconds
 
 
+class ProcessorSpeed:
+    """Measures the speed of this machine from `start` to `stop` every `EVERY_S` seconds, on one core, for about 0.1
+    seconds. Times are processor time of the measuring thread, so they do not include waits for a core."""
+
+    EVERY_S = 10.0
+
+    def start(self) -> None:
+        """Start the measuring thread."""
+        self.product_s: list[float] = []
+        self.copy_s: list[float] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._measure, daemon=True)
+        self._thread.start()
+
+    def _measure(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        matrix, long = torch.ones(512, 512), torch.ones(8 * 1024**2)
+        while not self._stopped.wait(self.EVERY_S):
+            begin = time.thread_time()
+            for _ in range(16):
+                matrix @ matrix
+            middle = time.thread_time()
+            for _ in range(4):
+                long.clone()
+            self.product_s.append(middle - begin)
+            self.copy_s.append(time.thread_time() - middle)
+
+    def stop(self) -> dict[str, float]:
+        """Stop, and return medians: TFLOP/s of products of two matrices with 512 rows and columns in float32, and GB/s
+        read and written by a copy of 32 MiB."""
+        self._stopped.set()
+        self._thread.join()
+        if not self.product_s:
+            return {}
+        return {
+            "tflops": 16 * 2 * 512**3 / statistics.median(self.product_s) / 1e12,
+            "copy_gb_per_s": 4 * 2 * 4 * 8 * 1024**2 / statistics.median(self.copy_s) / 1e9,
+        }
+
+
 def with_own_lengths(directory: Path, calibration: Path) -> list[dict[str, Any]]:
     """Predict a run again, from the response lengths of the run itself, and return the comparison. The error that the
     lengths of another run cause is thus excluded."""
@@ -149,12 +192,16 @@ def train_steps(directory: Path) -> list[dict[str, float]]:
 def measure(case: str, note: str, further: list[str]) -> None:
     """Profile a case and run it once, and append its comparison. further: more overrides."""
     recipe, overrides = CASES[case][0], [*always(CASES[case][0]), *CASES[case][1], *further]
-    calibration, times = RESULTS / f"{case}.toml", [used_s()]
+    calibration, times, speed, speeds = RESULTS / f"{case}.toml", [used_s()], ProcessorSpeed(), {}
+    speed.start()
     baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
     files = [f"fleet.calibration={calibration}", f"fleet.workload={lengths(recipe)}"]
     times.append(used_s())
+    speeds["profile"] = speed.stop()
+    speed.start()
     report = run(recipe, STEPS[recipe], ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
     times.append(used_s())
+    speeds["run"] = speed.stop()
     loads = {"profile": others(*times[:2]), "run": others(*times[1:])}
     row = {
         "case": case,
@@ -162,6 +209,7 @@ def measure(case: str, note: str, further: list[str]) -> None:
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine(),
         "cores_of_others": loads,
+        "processor_speed": speeds,
         "overrides": overrides,
         "predictions": report["predictions"],
         "with_own_lengths": with_own_lengths(ROOT / "runs" / f"matrix-{case}", calibration),
@@ -170,7 +218,7 @@ def measure(case: str, note: str, further: list[str]) -> None:
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     errors = {each["term"]: each["error"] and round(each["error"], 3) for each in report["predictions"]}
-    print(f"{case} {note}: cores of others {loads}; {errors}", flush=True)
+    print(f"{case} {note}: cores of others {loads}; speed {speeds}; {errors}", flush=True)
 
 
 def table(note: str) -> None:
