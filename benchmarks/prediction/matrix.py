@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "smollm2": (SMOLLM2, ["engine.processes=0"]),
     "smollm2-partial": (SMOLLM2, ["engine.processes=0", "rollout.mode=partial"]),
     "smollm2-async": (SMOLLM2, ["engine.processes=1", "rollout.mode=async"]),
-    "smollm2-ranks": (SMOLLM2, ["trainer.ranks=2"]),
+    "smollm2-ranks": (SMOLLM2, ["trainer.ranks=2", "trainer.share_prompts=false"]),
     "smollm2-swarm": (SMOLLM2, ["engine.processes=0", "swarm.workers=2"]),
 }
 """Case → recipe and overrides."""
@@ -94,19 +94,20 @@ def record_lengths(recipes: list[str], further: list[str]) -> None:
         run(recipe, STEPS[recipe], lengths(recipe).parent, *given)
 
 
-def used_s() -> tuple[float, float, float]:
-    """Return the present time, and the processor seconds that all processes of the machine and the children of this
-    process have used."""
+def used_s() -> tuple[float, float, float, float]:
+    """Return the present time, and the processor seconds that all processes of the machine have used, that the children
+    of this process have used, and that the host gave to other virtual machines."""
     counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    used = sum(counts) - counts[3] - counts[4]  # without idle time and waits for disks
+    used, tick_s = sum(counts[:3]) + sum(counts[5:7]), 1 / os.sysconf("SC_CLK_TCK")  # not idle, disk waits, stolen
     own_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    return time.monotonic(), used / os.sysconf("SC_CLK_TCK"), own_s
+    return time.monotonic(), used * tick_s, own_s, counts[7] * tick_s
 
 
-def others(begin: tuple[float, float, float], end: tuple[float, float, float]) -> float:
-    """Return how many cores other processes used between two calls of `used_s`."""
-    seconds, all_s, own_s = (after - before for before, after in zip(begin, end, strict=True))
-    return max(0.0, all_s - own_s) / seconds
+def others(begin: tuple[float, ...], end: tuple[float, ...]) -> tuple[float, float]:
+    """Return how many cores other processes used, and how many the host gave to other virtual machines, between two
+    calls of `used_s`."""
+    seconds, all_s, own_s, stolen_s = (after - before for before, after in zip(begin, end, strict=True))
+    return max(0.0, all_s - own_s) / seconds, stolen_s / seconds
 
 
 class ProcessorSpeed:
@@ -202,13 +203,15 @@ def measure(case: str, note: str, further: list[str]) -> None:
     report = run(recipe, STEPS[recipe], ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
     times.append(used_s())
     speeds["run"] = speed.stop()
-    loads = {"profile": others(*times[:2]), "run": others(*times[1:])}
+    used = {"profile": others(*times[:2]), "run": others(*times[1:])}
+    loads, stolen = ({name: each[i] for name, each in used.items()} for i in range(2))
     row = {
         "case": case,
         "note": note,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine(),
         "cores_of_others": loads,
+        "stolen_cores": stolen,
         "processor_speed": speeds,
         "overrides": overrides,
         "predictions": report["predictions"],
@@ -218,7 +221,7 @@ def measure(case: str, note: str, further: list[str]) -> None:
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     errors = {each["term"]: each["error"] and round(each["error"], 3) for each in report["predictions"]}
-    print(f"{case} {note}: cores of others {loads}; speed {speeds}; {errors}", flush=True)
+    print(f"{case} {note}: cores of others {loads}; stolen {stolen}; speed {speeds}; {errors}", flush=True)
 
 
 def table(note: str) -> None:
