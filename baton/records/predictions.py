@@ -167,15 +167,17 @@ def _peak_tokens(rows: Sequence[Row]) -> float | None:
 
 
 def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> float | None:
-    values = []
+    values, weights = [], []
     for row in rows:
         try:
             values.append(of(row))
+            # a share is predicted for the time of all steps together, and steps may differ in length
+            weights.append(row["perf/step_time"] if unit == "share" else 1.0)
         except (KeyError, TypeError):  # the metric is missing, or None, which stands for a number that is not finite
             continue
     if not values:
         return None
-    return max(values) if unit == "bytes" else sum(values) / len(values)
+    return max(values) if unit == "bytes" else float(np.average(values, weights=weights))
 
 
 class RunPredictions:

@@ -62,6 +62,14 @@ def test_idle_shares_are_compared_in_points() -> None:
     assert slots.measured == pytest.approx(0.44)  # 1 − 0.8 · (5 + 2) / 10, after the first step
 
 
+def test_idle_shares_are_shares_of_the_time_of_all_steps() -> None:
+    """In mode `partial`, long and short steps alternate. The first of the three steps is not counted."""
+    measured = rows({}, {"perf/step_time": 30.0}, {"perf/step_time": 5.0})
+    assert term("trainer idle", told(), measured).measured == pytest.approx(1 - (4 + 4) / (30 + 5))
+    busy_s = 2 * 0.8 * 5  # occupancy · generation
+    assert term("engine slots idle", told(), measured).measured == pytest.approx(1 - busy_s / (30 + 5))
+
+
 def test_in_a_step_without_generation_all_slots_are_idle() -> None:
     """Such a step has no slot occupancy. The first of the three steps is not counted."""
     row = {key: value for key, value in ROW.items() if key != "perf/slot_occupancy"}
