@@ -8,7 +8,8 @@
 
 The predictions come from simulations with the calibrations of `baton profile`, whose runs have seed 1. The measured
 runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl, with commit, hardware,
-the processor time that other processes used during the run, and the speed of the processor meanwhile.
+and, during profile and run, the processor time that other processes and other virtual machines used, and the speed of
+the processor.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ STEPS = {QUICKSTART: 20, SMOLLM2: 12}
 PROFILE_STEPS = {QUICKSTART: 16, SMOLLM2: 8}
 ALWAYS = {QUICKSTART: [], SMOLLM2: ["rollout.batch_groups=8"]}
 """Recipe → overrides of all its cases. With the 16 groups of the recipe, the steps would take twice as long."""
+
+SAMPLE_EVERY_S = 10.0
 
 CASES: dict[str, tuple[str, list[str]]] = {
     "sync": (QUICKSTART, ["engine.processes=0"]),
@@ -95,61 +100,53 @@ def record_lengths(recipes: list[str], further: list[str]) -> None:
 
 
 def used_s() -> tuple[float, float, float, float]:
-    """Return the present time, and the processor seconds that all processes of the machine have used, that the children
-    of this process have used, and that the host gave to other virtual machines."""
+    """Return the present time, and the processor seconds that all processes of the machine have used, that this process
+    and its children have used, and that the host gave to other virtual machines. The first two include the third,
+    because the time of a process includes the time in which the host stopped it."""
     counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    used, tick_s = sum(counts[:3]) + sum(counts[5:7]), 1 / os.sysconf("SC_CLK_TCK")  # not idle, disk waits, stolen
-    own_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    used, tick_s = sum(counts) - counts[3] - counts[4], 1 / os.sysconf("SC_CLK_TCK")  # not idle, no waits for disks
+    own_s = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.monotonic(), used * tick_s, own_s, counts[7] * tick_s
 
 
-def others(begin: tuple[float, ...], end: tuple[float, ...]) -> tuple[float, float]:
-    """Return how many cores other processes used, and how many the host gave to other virtual machines, between two
-    calls of `used_s`."""
-    seconds, all_s, own_s, stolen_s = (after - before for before, after in zip(begin, end, strict=True))
-    return max(0.0, all_s - own_s) / seconds, stolen_s / seconds
+def measure_speed(stopped: threading.Event, samples: list[tuple[float, float]]) -> None:
+    """Measure the speed of one core until `stopped` is set, every `SAMPLE_EVERY_S` seconds for about 0.1 seconds.
+    Append to `samples`: TFLOP/s of products of two matrices with 512 rows and columns in float32, and GB/s read and
+    written by copies of 32 MiB. Both are per second of processor time of this thread, without waits for a core."""
+    import torch
+
+    torch.set_num_threads(1)
+    matrix, long = torch.ones(512, 512), torch.ones(8 * 1024**2)
+    while not stopped.wait(SAMPLE_EVERY_S):
+        begin_s = time.thread_time()
+        for _ in range(16):
+            matrix @ matrix
+        middle_s = time.thread_time()
+        for _ in range(4):
+            long.clone()
+        product_s, copy_s = middle_s - begin_s, time.thread_time() - middle_s
+        samples.append((round(16 * 2 * 512**3 / product_s / 1e12, 4), round(4 * 2 * long.nbytes / copy_s / 1e9, 2)))
 
 
-class ProcessorSpeed:
-    """Measures the speed of this machine from `start` to `stop` every `EVERY_S` seconds, on one core, for about 0.1
-    seconds. Times are processor time of the measuring thread, so they do not include waits for a core."""
-
-    EVERY_S = 10.0
-
-    def start(self) -> None:
-        """Start the measuring thread."""
-        self.product_s: list[float] = []
-        self.copy_s: list[float] = []
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._measure, daemon=True)
-        self._thread.start()
-
-    def _measure(self) -> None:
-        import torch
-
-        torch.set_num_threads(1)
-        matrix, long = torch.ones(512, 512), torch.ones(8 * 1024**2)
-        while not self._stopped.wait(self.EVERY_S):
-            begin = time.thread_time()
-            for _ in range(16):
-                matrix @ matrix
-            middle = time.thread_time()
-            for _ in range(4):
-                long.clone()
-            self.product_s.append(middle - begin)
-            self.copy_s.append(time.thread_time() - middle)
-
-    def stop(self) -> dict[str, float]:
-        """Stop, and return medians: TFLOP/s of products of two matrices with 512 rows and columns in float32, and GB/s
-        read and written by a copy of 32 MiB."""
-        self._stopped.set()
-        self._thread.join()
-        if not self.product_s:
-            return {}
-        return {
-            "tflops": 16 * 2 * 512**3 / statistics.median(self.product_s) / 1e12,
-            "copy_gb_per_s": 4 * 2 * 4 * 8 * 1024**2 / statistics.median(self.copy_s) / 1e9,
-        }
+@contextmanager
+def watched(state: dict[str, dict[str, Any]], phase: str) -> Iterator[None]:
+    """Watch the machine while the block runs, and add to `state`: name → phase → what the results record."""
+    samples, stopped = list[tuple[float, float]](), threading.Event()
+    thread = threading.Thread(target=measure_speed, args=(stopped, samples), daemon=True)
+    begin = used_s()
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+    seconds, all_s, own_s, stolen_s = (after - before for before, after in zip(begin, used_s(), strict=True))
+    tflops, copy = ([each[i] for each in samples] for i in range(2))
+    speed = {"tflops": statistics.median(tflops), "copy_gb_per_s": statistics.median(copy)} if samples else {}
+    state.setdefault("cores_of_others", {})[phase] = max(0.0, all_s - own_s) / seconds
+    state.setdefault("stolen_cores", {})[phase] = stolen_s / seconds
+    state.setdefault("processor_speed", {})[phase] = speed
+    state.setdefault("processor_samples", {})[phase] = samples
 
 
 def with_own_lengths(directory: Path, calibration: Path) -> list[dict[str, Any]]:
@@ -193,26 +190,18 @@ def train_steps(directory: Path) -> list[dict[str, float]]:
 def measure(case: str, note: str, further: list[str]) -> None:
     """Profile a case and run it once, and append its comparison. further: more overrides."""
     recipe, overrides = CASES[case][0], [*always(CASES[case][0]), *CASES[case][1], *further]
-    calibration, times, speed, speeds = RESULTS / f"{case}.toml", [used_s()], ProcessorSpeed(), {}
-    speed.start()
-    baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
+    calibration, state = RESULTS / f"{case}.toml", dict[str, dict[str, Any]]()
+    with watched(state, "profile"):
+        baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
     files = [f"fleet.calibration={calibration}", f"fleet.workload={lengths(recipe)}"]
-    times.append(used_s())
-    speeds["profile"] = speed.stop()
-    speed.start()
-    report = run(recipe, STEPS[recipe], ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
-    times.append(used_s())
-    speeds["run"] = speed.stop()
-    used = {"profile": others(*times[:2]), "run": others(*times[1:])}
-    loads, stolen = ({name: each[i] for name, each in used.items()} for i in range(2))
+    with watched(state, "run"):
+        report = run(recipe, STEPS[recipe], ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
     row = {
         "case": case,
         "note": note,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine(),
-        "cores_of_others": loads,
-        "stolen_cores": stolen,
-        "processor_speed": speeds,
+        **state,
         "overrides": overrides,
         "predictions": report["predictions"],
         "with_own_lengths": with_own_lengths(ROOT / "runs" / f"matrix-{case}", calibration),
@@ -221,7 +210,8 @@ def measure(case: str, note: str, further: list[str]) -> None:
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     errors = {each["term"]: each["error"] and round(each["error"], 3) for each in report["predictions"]}
-    print(f"{case} {note}: cores of others {loads}; stolen {stolen}; speed {speeds}; {errors}", flush=True)
+    machine_state = {name: each for name, each in state.items() if name != "processor_samples"}
+    print(f"{case} {note}: {machine_state}; {errors}", flush=True)
 
 
 def table(note: str) -> None:
