@@ -14,6 +14,7 @@ import msgspec
 from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings, RatesSettings
 from baton.errors import UserError
+from baton.files import check_output
 from baton.planner.certainty import certainty
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.compare import alternatives
@@ -84,6 +85,8 @@ def plan(
             "--trainer": None if trainer == "baton" else trainer,
         }
     )
+    if write_to is not None:
+        check_output(Path(write_to))
     if html is not None:
         check_page(Path(html))
     existing = Cluster("none", (), ()) if cluster is None else read_cluster(find(cluster))

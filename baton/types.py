@@ -533,12 +533,13 @@ class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """True: serve exactly this version, or answer with `Retry`. False: serve this version or a newer one."""
 
 
-def without_masks(lease: Lease) -> Lease:
-    """Return a lease without the sampling masks of earlier tokens, which no engine needs."""
+def without_replay_data(lease: Lease) -> Lease:
+    """Return a lease without the sampling masks and the routing of earlier tokens. Only the trainer needs them, and
+    routing takes hundreds of bytes per token."""
     trajectory = lease.trajectory
-    if not any(segment.kept for segment in trajectory.segments):
+    if not any(segment.kept or segment.routing for segment in trajectory.segments):
         return lease
-    segments = tuple(msgspec.structs.replace(segment, kept=()) for segment in trajectory.segments)
+    segments = tuple(msgspec.structs.replace(segment, kept=(), routing=()) for segment in trajectory.segments)
     return msgspec.structs.replace(lease, trajectory=msgspec.structs.replace(trajectory, segments=segments))
 
 

@@ -33,7 +33,7 @@ from baton.types import (
     TokenColumn,
     Trajectory,
     plain,
-    without_masks,
+    without_replay_data,
 )
 
 PROMPT = Prompt("ab12", "sums", (Message("user", "1+1"),), "2", {"gym_seed": 7, "nested": {"list": [1, None]}})
@@ -188,7 +188,7 @@ def test_segments_between_two_tokens_by_hand():
     assert trajectory.ids_between(2, 7) == [2, 3, 4, 5, 6]
 
 
-def test_sampling_masks_grow_with_their_tokens_and_leave_with_no_lease():
+def test_sampling_masks_grow_with_their_tokens_and_neither_they_nor_routing_leave_with_a_lease():
     first = msgspec.structs.replace(segment(5, 6), kept=(b"ab", b"cd"))
     seen = segment(8, 9, author=Author.ENVIRONMENT)
     second = msgspec.structs.replace(segment(7), kept=(b"efgh",))
@@ -198,11 +198,14 @@ def test_sampling_masks_grow_with_their_tokens_and_leave_with_no_lease():
     with pytest.raises(ValueError, match="2 tokens must have as many kept entries or none: got 1"):
         msgspec.structs.replace(segment(5, 6), kept=(b"ab",))
     lease = Lease(1, trajectory, SamplingParams(9, top_k=3, reports_kept=True), 0, 0)
-    sent = without_masks(lease)
+    sent = without_replay_data(lease)
     assert sent.trajectory.token_ids == trajectory.token_ids
     assert sent.trajectory.kept == [b""] * 6
     assert lease.trajectory.kept == trajectory.kept
-    assert without_masks(sent) is sent
+    assert without_replay_data(sent) is sent
+    routed = Trajectory(0, 0, (2,), (msgspec.structs.replace(segment(5, 6), routing=(b"a", b"b")),))
+    sent = without_replay_data(Lease(1, routed, SamplingParams(9), 0, 0))
+    assert (sent.trajectory.token_ids, sent.trajectory.segments[0].routing) == ([5, 6], ())
 
 
 def test_the_current_turn_begins_after_the_last_observation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,20 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "baton", "recipes", "models")
 SMALL = ["run.steps=6", "eval.num_prompts=16", "rollout.batch_groups=4", "engine.processes=1"]
+
+IN_ONE_PROCESS = """
+import json, sys
+import baton
+from baton.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["baton", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, words
+print(baton.Run("runs/quickstart").status)
+"""
+"""Runs commands one after the other in one process, because a process needs seconds to import PyTorch."""
 
 
 def run(*command: object, cwd: Path, **variables: str) -> str:
@@ -123,13 +138,17 @@ def test_the_wheel_alone_runs_the_quickstart_in_an_empty_directory(bin_directory
 
     run(baton, "train", "recipes/quickstart.toml", "--dry-run", cwd=tmp_path)
     assert not list(tmp_path.iterdir())
-    assert "answer" in run(baton, "preview", "quickstart", "-n", 1, cwd=tmp_path)
     said = run(baton, "train", "quickstart", *SMALL, cwd=tmp_path)
     assert "runs/quickstart: 6 train steps, seed 0" in said
-    assert "basic_arithmetic" in run(baton, "eval", "runs/quickstart", "-n", 8, cwd=tmp_path)
-    assert "training reward" in run(baton, "report", "runs/quickstart", cwd=tmp_path)
-    run(baton, "export", "runs/quickstart", "model", cwd=tmp_path)
+    commands = [
+        ["preview", "quickstart", "-n", "1"],
+        ["eval", "runs/quickstart", "-n", "8"],
+        ["report", "runs/quickstart"],
+        ["export", "runs/quickstart", "model"],
+        ["train", "quickstart", "model.path=model", "run.name=again", "--dry-run"],
+    ]
+    said = run(python, "-c", IN_ONE_PROCESS, json.dumps(commands), cwd=tmp_path)
+    for expected in ("answer", "basic_arithmetic", "training reward", "finished\n"):
+        assert expected in said
     assert (tmp_path / "model" / "README.md").is_file()
-    assert run(python, "-c", "import baton; print(baton.Run('runs/quickstart').status)", cwd=tmp_path) == "finished\n"
-    run(baton, "train", "quickstart", "model.path=model", "run.name=again", "--dry-run", cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "runs"]

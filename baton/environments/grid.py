@@ -4,7 +4,6 @@ grids."""
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,7 +21,9 @@ def read_moves(action: str, form: Form) -> tuple[list[str], bool]:
     if form == "compact":
         names = [LETTERS.get(letter, "") for letter in action.strip()]
     else:
-        answers = re.findall(r"<answer>(.*?)</answer>", action, re.DOTALL)
+        # not a regular expression, which would take quadratic time for many tags that are not closed
+        closed = action.split("</answer>")[:-1]
+        answers = [text.partition("<answer>")[2] for text in closed if "<answer>" in text]
         names = [name.strip().capitalize() for name in answers[-1].split("||")] if answers else []
     moves = [name for name in names if name in MOVES]
     return moves, bool(moves) and len(moves) == len(names)

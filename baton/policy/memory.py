@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import torch
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File with the memory limit of a container (cgroup v2). The file exists only in a container, and contains "max"
-if there is no limit."""
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS: Final = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Controller in `OWN_CGROUPS`, empty for cgroup v2 → root of the hierarchy, the files with a cgroup's limit and usage,
+and the field in `memory.stat` for cached pages of files, which the kernel can evict."""
 _M_ARENA_MAX: Final = -8
 """Parameter of glibc's `mallopt`: the maximum number of heaps."""
 
@@ -50,7 +55,8 @@ def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the unused bytes of a device; for a CPU, the unused bytes of the host within the container's limit."""
+    """Return the unused bytes of a device; for a CPU, those of the host and of the process's cgroup, which limits the
+    memory of containers and of batch jobs."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -59,8 +65,25 @@ def available_bytes(device: torch.device) -> int:
         available = 1024 * int(lines["MemAvailable"].split()[0])
     else:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
-    return available if limit == "max" else min(available, int(limit))
+    return min([available, *_unused_in_cgroups()])
+
+
+def _unused_in_cgroups() -> Iterator[int]:
+    """Yield the unused bytes of each cgroup with a limit, from the process's own cgroup up to the root. In a container,
+    the own path may be that on the host, which does not exist here; the root is then the container's own cgroup."""
+    lines = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else []
+    for _, controllers, own in (line.split(":", 2) for line in lines):
+        if controllers not in CGROUPS:
+            continue
+        root, limit_file, usage_file, evictable = CGROUPS[controllers]
+        directory = root / own.lstrip("/")
+        for each in (directory, *(parent for parent in directory.parents if parent.is_relative_to(root))):
+            with suppress(OSError):  # v2's root has no such files
+                limit = (each / limit_file).read_text().strip()
+                if limit != "max":
+                    stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+                    used = int((each / usage_file).read_text()) - int(stat.get(evictable, 0))
+                    yield max(0, int(limit) - used)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from baton.errors import UserError
 from baton.rewards.dataset_columns import find_reference
@@ -287,7 +289,10 @@ def _import_file(path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {path!r} (relative to {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"baton_reward_{file.stem}", file.resolve())
+    whole = file.resolve()
+    # files of different directories may have the same name
+    name = f"baton_reward_{file.stem}_{blake3(os.fsencode(whole)).hexdigest(8)}"
+    spec = importlib.util.spec_from_file_location(name, whole)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -46,11 +46,6 @@ from baton.types import (
 )
 from baton.types import Abort as AbortLease
 
-MAX_REFUSALS = 8
-"""Maximum number of leases, per slot, that a worker may refuse in a row. One more refusal raises EngineFault. The count
-starts again after each accepted report. A worker refuses a lease if it does not serve the version that the lease
-requires."""
-
 
 class PromptSource(Protocol):
     """An endless stream of prompts."""
@@ -111,11 +106,8 @@ class RolloutController:
         self._leases: dict[int, tuple[int, int]] = {}
         self._lease_of: dict[tuple[int, int], int] = {}
         self._num_scoring = 0
-        self._refusals = 0
         self._most_leases = 0
-        """Largest number of leases that were active at the same time. The maximum number of refusals is proportional to
-        this number or to the number of slots, whichever is larger. The number of slots alone does not suffice, because
-        a failed worker has no slots but still refuses its leases."""
+        """Largest number of leases that were active at the same time."""
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self._is_interruptible = False
@@ -355,11 +347,13 @@ class RolloutController:
         group = self._groups[group_id]
         trajectory = group.members[sample_index]
         if isinstance(message, Retry):
-            self._on_refused(trajectory, message)
+            self._worker.on_refused(trajectory, message, self._most_leases)
+            self._end_lease(message.lease_id)
+            self._dispatch(ev.LeaseEnded(self._now_s(), group_id, sample_index))
             return
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report, whose tokens have been appended already
-        self._refusals = 0
+        self._worker.on_accepted()
         ends_turn = message.finish_reason is not None and self._player.plays(group.issued.prompt)
         grown = trajectory.extended(message.segments, None if ends_turn else message.finish_reason)
         group.members[sample_index] = grown
@@ -450,17 +444,6 @@ class RolloutController:
         self._submit(group, [trajectory])
 
     # ---- leases and scores -------------------------------------------------------------------------------------------
-
-    def _on_refused(self, trajectory: Trajectory, retry: Retry) -> None:
-        self._refusals += 1
-        if self._refusals > MAX_REFUSALS * max(1, self._worker.transport.slots, self._most_leases):
-            raise EngineFault(
-                f"{self._worker.name} has refused {self._refusals} leases in a row, the last one for trajectory "
-                f"{trajectory.name}: it serves version {retry.has_version}, not the requested version; "
-                "look for errors in the log of the engine, then continue with --resume"
-            )
-        self._end_lease(retry.lease_id)
-        self._dispatch(ev.LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
 
     def _end_lease(self, lease_id: int) -> None:
         del self._lease_of[self._leases.pop(lease_id)]

@@ -50,9 +50,9 @@ class EvalRollout:
         """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes.
 
         A multi-turn episode is yielded with the reward that its environment gave. Raises UserError if a prompt leaves
-        no room for a response, EngineFault if the worker serves another version or aborts a trajectory,
-        DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped on
-        a stop request.
+        no room for a response, EngineFault if the worker serves another version, aborts a trajectory, or refuses too
+        many leases in a row, DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many
+        environments fail, and Stopped on a stop request.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
@@ -88,6 +88,7 @@ class _EvalLeases:
         """Prompts of multi-turn tasks by group id."""
         self.growing: dict[int, Trajectory] = {}
         """Leased trajectories by lease id."""
+        self._num_trajectories = sum(request.group_size for request in requests)
         for request in requests:
             for sample_index in range(request.group_size):
                 self._lease(Trajectory(request.group_id, sample_index, request.prompt_ids))
@@ -103,6 +104,7 @@ class _EvalLeases:
             return  # a late message of a lease that has ended
         if isinstance(message, Retry):
             if message.has_version == self._version:  # a replica with this lease has failed; another one serves
+                self._worker.on_refused(trajectory, message, self._num_trajectories)
                 del self.growing[message.lease_id]
                 self._lease(trajectory)
                 return
@@ -112,6 +114,7 @@ class _EvalLeases:
             )
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report
+        self._worker.on_accepted()
         prompt = self._prompts.get(trajectory.group_id)
         grown = trajectory.extended(message.segments, None if prompt else message.finish_reason)
         if message.finish_reason is None:

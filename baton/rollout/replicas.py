@@ -43,7 +43,7 @@ from baton.types import (
     Retry,
     WorkLost,
     ends_lease,
-    without_masks,
+    without_replay_data,
 )
 
 logger = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class ReplicaTransport(WorkerTransport):
                 continue
             self._trace.on_lease(message, replica.name, self._slots[index])
             if replica.is_serving:
-                replica.inbox.put(without_masks(message))
+                replica.inbox.put(without_replay_data(message))
             else:  # the queue sends a waiting lease to a replica only so that it can be aborted
                 self._refuse(replica, message.lease_id)
 

@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.clock import Clock
-from baton.errors import DeadlineExceeded, UserError
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.frames import FrameSocket, ready
 from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
-from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
+from baton.types import FromPort, Lease, PolicyVersion, Retry, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
 """Maximum seconds of one wait for worker messages while rewards or the end of a train step are also expected."""
 MAX_COUNTED_WAIT_S = 5.0
 """If more than this number of seconds passes between two calls to `receive`, only this number counts as time without
 progress, because this process may have been suspended."""
+MAX_REFUSALS = 8
+"""Maximum number of leases, per slot, that a worker may refuse in a row. One more refusal raises EngineFault. The count
+starts again after each accepted report. A worker refuses a lease if it does not serve the version that the lease
+requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class WorkerClient:
         """Revocations of training trajectories that arrived during an evaluation."""
         self._stall_timeout_s, self._max_context_tokens = stall_timeout_s, max_context_tokens
         self._lease_ids = itertools.count()
+        self._num_refused = 0
         self.begin_wait()
 
     @property
@@ -70,6 +75,23 @@ class WorkerClient:
         lease_id = next(self._lease_ids)
         self.transport.send(Lease(lease_id, trajectory, sampling.params, sampling.noise_seed, version, is_exact))
         return lease_id
+
+    def on_refused(self, trajectory: Trajectory, retry: Retry, most_leases: int) -> None:
+        """Count a refused lease. most_leases: largest number of leases that were active at the same time. The maximum
+        number of refusals is proportional to this number or to the number of slots, whichever is larger. The number of
+        slots alone does not suffice, because a failed worker has no slots but still refuses its leases. Raises
+        EngineFault after too many refusals in a row."""
+        self._num_refused += 1
+        if self._num_refused > MAX_REFUSALS * max(1, self.transport.slots, most_leases):
+            raise EngineFault(
+                f"{self.name} has refused {self._num_refused} leases in a row, the last one for trajectory "
+                f"{trajectory.name}; it serves version {retry.has_version}; look for errors in the log of the engine, "
+                "then continue with --resume"
+            )
+
+    def on_accepted(self) -> None:
+        """Start to count refused leases again, after a report."""
+        self._num_refused = 0
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch the worker to a version. Raises Stopped as soon as a stop is requested."""

@@ -193,9 +193,13 @@ class _Files:
     def skeleton(self) -> Path:
         return self.scratch / "model"
 
+    @property
+    def own_tokens(self) -> TokenFile:
+        """Tokens of the workers that the run itself starts."""
+        return TokenFile(self.scratch / "tokens.json")
+
     def token(self, name: str) -> str:
-        own = TokenFile(self.scratch / "tokens.json")
-        return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
+        return self.own_tokens.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
 
     def local_tokens(self, count: int) -> list[Path]:
         """Create a token for each worker of this machine; return the files that contain the tokens."""
@@ -227,6 +231,9 @@ class _SupervisorAccess:
 
     def token(self, name: str) -> str:
         return self.files.token(name)
+
+    def remove_token(self, name: str) -> None:
+        self.files.own_tokens.remove(name)
 
     def gone(self, name: str, cause: str) -> None:
         self.hub.call(partial(self.hub.members.remove_own, name, cause))

@@ -231,6 +231,11 @@ class TokenFile:
                 raise UserError(f"{self.path} contains no token named {name!r}: baton token list shows the names")
             self._write(tuple(msgspec.structs.replace(t, is_revoked=True) if t.name == name else t for t in known))
 
+    def remove(self, name: str) -> None:
+        """Remove a token, whose name can then be used again. Has no effect for an unknown name."""
+        with self._locked():
+            self._write(tuple(token for token in self.tokens() if token.name != name))
+
     def tokens(self) -> tuple[Token, ...]:
         """Return the tokens, the oldest first. Raises UserError if the file is invalid or writable by other users."""
         data, mode = _read_bounded(self.path, MAX_FILE_BYTES)

@@ -26,7 +26,7 @@ from baton.swarm.lease_credit import FREE_RETURNS
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.provisioning import ThroughputTracker
-from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
+from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_replay_data
 
 MAX_REFUSALS = 64
 """A worker is disconnected if it has refused more than this number of leases since its last accepted report."""
@@ -96,6 +96,10 @@ class _Task:
     """The lease as the controller sent it."""
     trajectory: Trajectory
     """The trajectory with the tokens that have been committed so far."""
+    num_sent: int
+    """Number of tokens that the controller has. The last report of a trajectory, with its tokens, is sent when the
+    trajectory is verified. A run that is killed before that then resumes at an unfinished trajectory that does not
+    contain its end token."""
     spans: list[Span] = field(default_factory=list)
     """The workers that generated the committed tokens, including the tokens of earlier leases."""
     leases: list[int] = field(default_factory=list)
@@ -149,9 +153,9 @@ class LeaseBroker:
             spans = ()  # the controller has discarded the earlier tokens
         found, worker = self._replacements.pop(key, (None, 0))
         if found is not None and _answers(found, lease):
-            self._tasks[task] = _Task(lease, found, [(worker, 0, found.num_tokens)])
-            return [SendToController(Report(task, 0, found.segments)), self._finish(task, found)]
-        self._tasks[task] = _Task(lease, known, list(spans))
+            self._tasks[task] = _Task(lease, found, 0, [(worker, 0, found.num_tokens)])
+            return [self._finish(task, found)]
+        self._tasks[task] = _Task(lease, known, known.num_tokens, list(spans))
         begins_turn = known.turn_offset == known.num_tokens
         return self.handle(
             ev.TaskSubmitted(
@@ -357,9 +361,9 @@ class LeaseBroker:
         self._progress[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
         task.leases.append(grant.lease)
         self._trace.on_lease(lease, self._names[grant.worker], self.table.workers[grant.worker].slots)
-        return SendToWorker(grant.worker, without_masks(lease))
+        return SendToWorker(grant.worker, without_replay_data(lease))
 
-    def _commit(self, number: int, progress: _LeaseProgress, length: int) -> BrokerCommand:
+    def _commit(self, number: int, progress: _LeaseProgress, length: int) -> BrokerCommand | None:
         task, worker, grown = self._tasks[number], progress.worker, progress.trajectory
         offset = task.trajectory.num_tokens
         segments = grown.segments_between(offset, length)
@@ -367,13 +371,17 @@ class LeaseBroker:
         is_same = bool(task.spans) and task.spans[-1][::2] == (worker, offset)  # an observation separates spans
         first = task.spans.pop()[1] if is_same else offset
         task.spans.append((worker, first, length))
+        if grown.finish_reason is not None:
+            return None  # `_finish` puts these tokens into the trajectory's last report
+        task.num_sent = length
         return SendToController(Report(number, offset, segments))
 
     def _finish(self, number: int, grown: Trajectory) -> BrokerCommand:
         task = self._tasks[number]
         self._remember(task)
         self._forget(number)
-        self._held[key_of(task.lease)] = Report(number, grown.num_tokens, (), grown.finish_reason)
+        last = grown.segments_between(task.num_sent, grown.num_tokens)
+        self._held[key_of(task.lease)] = Report(number, task.num_sent, last, grown.finish_reason)
         start = task.lease.trajectory.turn_offset
         return VerifyTrajectory(task.lease, grown, tuple(span for span in task.spans if span[1] >= start))
 

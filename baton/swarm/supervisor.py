@@ -19,6 +19,9 @@ class HubAccess(Protocol):
     def token(self, name: str) -> str:
         """Create an access token with this name for a worker that the run itself starts."""
 
+    def remove_token(self, name: str) -> None:
+        """Remove the access token with this name, whose worker has ended and is not started again."""
+
     def gone(self, name: str, cause: str) -> None:
         """Immediately end all leases of the workers that use the access token `name`: these workers have ended."""
 

@@ -51,7 +51,12 @@ class EnvironmentTask:
         self, spec: EnvironmentSpec, settings: EnvironmentSettings, rows: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """`rows`: rows of a dataset. Each draw passes one row to `reset`; no row repeats before every row has been
-        drawn. Raises UserError if the environment does not load."""
+        drawn. Raises UserError if the environment does not load, or if a row has the column `seed`."""
+        if any("seed" in row for row in rows):
+            raise UserError(
+                f"task {spec.name!r}: the dataset has a column 'seed', but Baton passes its own seed to `reset`; "
+                "rename this column"
+            )
         self.spec, self.name = spec, spec.name
         self._settings, self.rows = settings, rows
         self.check_stop: Callable[[], None] = lambda: None

@@ -248,6 +248,13 @@ def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:
     assert "H20 is in the cluster but not in the table" in mistake(files, "--rates", files / "rates.toml")
 
 
+def test_a_plan_that_cannot_be_written_is_refused_before_the_search(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.plan.Inputs", pytest.fail)
+    assert "give a file in an existing directory" in mistake(files, "--out", files / "none" / "plan.json")
+
+
 def test_without_the_solver_the_remedy_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.planner.integer.find_spec", lambda _: None)
     assert "pip install 'baton-rl[plan]'" in mistake(files)

@@ -269,16 +269,24 @@ def test_of_reward_models_that_cannot_all_be_reserved_none_stays_reserved(monkey
     assert cluster.reserved == []
 
 
-ACCESS: Any = SimpleNamespace(url="http://127.0.0.1:1", certificate="", token=lambda name: "t", gone=lambda *_: None)
+ACCESS: Any = SimpleNamespace(
+    url="http://127.0.0.1:1",
+    certificate="",
+    token=lambda name: "t",
+    remove_token=lambda name: None,
+    gone=lambda *_: None,
+)
 
 
 def supervisor_of(
-    cluster: FakeCluster, resources: dict[str, float], shared: tuple[int, ...] = ()
+    cluster: FakeCluster, resources: dict[str, float], shared: tuple[int, ...] = (), rows: Sequence[Any] = ROWS
 ) -> RayWorkerSupervisor:
-    """Supervises one worker. resources: of the worker. shared: ranks whose GPUs it uses."""
+    """Supervises one worker. resources: of the worker. shared: ranks whose GPUs it uses. rows: of the machines at the
+    start; the worker runs on the one whose name sorts last."""
     rank = ProcessSpec("rank-0", "rank", "there", "H100", GPU, {"gpu_type_H100": 1.0}, 1)
-    worker = ProcessSpec("worker-0", "worker", "there", "H100", GPU, resources, 1, slots=8, ranks=shared)
-    names = {machine.id: machine.name for machine in BY_NAME.values()}
+    names = {machine.id: machine.name for machine in machines(rows)}
+    place = list(names.values())[-1]
+    worker = ProcessSpec("worker-0", "worker", place, "H100", GPU, resources, 1, slots=8, ranks=shared)
     recipe = SimpleNamespace(
         rollout=SimpleNamespace(stall_timeout_s=60.0),
         model=SimpleNamespace(device="cuda"),
@@ -308,6 +316,24 @@ def test_a_machine_that_was_lost_before_the_supervisor_began_is_noticed(monkeypa
     try:
         with pytest.raises(RankLost, match="machine there, which runs a trainer rank, has left the cluster"):
             check_until_fault(supervisor)
+    finally:
+        supervisor.close()
+    assert cluster.reserved == []
+
+
+def test_the_token_of_a_worker_whose_machine_is_lost_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a long run on machines that come and go reaches the hub's maximum number of tokens."""
+    started, removed = Event(), Event()
+    cluster = FakeCluster({"watch": lambda: Never, "pid": lambda: Never, "leave": lambda: None}, started.set)
+    rows = [*ROWS, row("yonder", gpu_type_H100=1)]
+    monkeypatch.setattr(cluster, "rows", lambda: ROWS if started.is_set() else rows)
+    supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0}, rows=rows)
+    access = SimpleNamespace(
+        **{**vars(ACCESS), "remove_token": lambda name: removed.set() if name == "worker-0" else 0}
+    )
+    supervisor.begin(access)  # type: ignore[arg-type]
+    try:
+        assert removed.wait(60)
     finally:
         supervisor.close()
     assert cluster.reserved == []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.environments.grid import MOVES
+from baton.environments.grid import MOVES, read_moves
 from baton.environments.sokoban import SYMBOLS, Room, Sokoban, generate_room
 from baton.errors import UserError
 
@@ -90,6 +93,18 @@ def test_names_that_are_no_moves_cost_once_and_turns_are_limited() -> None:
     _, reward, terminated, truncated, info = environment.step("<answer>up || jump</answer>")
     assert reward == pytest.approx(-0.2)
     assert (terminated, truncated, info["success"], info["is_valid"]) == (False, True, False, False)
+
+
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "Up", "||", "down", " ", "<", "answer>"])).map("".join))
+def test_the_last_closed_answer_counts(action: str) -> None:
+    answers = re.findall(r"<answer>(.*?)</answer>", action, re.DOTALL)
+    names = [name.strip().capitalize() for name in answers[-1].split("||")] if answers else []
+    assert read_moves(action, "ragen")[0] == [name for name in names if name in MOVES]
+
+
+def test_many_tags_that_are_not_closed_take_no_quadratic_time() -> None:
+    """With the regular expression above, this test would take minutes."""
+    assert read_moves("<answer>" * 300_000, "ragen") == ([], False)
 
 
 def test_moves_beyond_the_limit_of_a_turn_or_an_episode_are_not_executed() -> None:

@@ -28,6 +28,7 @@ from judging_cases import (
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards import pool
 from baton.rewards import scorer as rewards
+from baton.rewards.functions import import_function
 from baton.rewards.pool import GRACE_S
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.scorer_protocol import ScorerSpec
@@ -342,6 +343,17 @@ def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
     assert [j.is_judged for j in found] == [False, False, True] * 4
     found = judge_many(judge_with(functions, "raises", workers=1), ["bad"] * 9)
     assert {j.cause for j in found} == {FailureCause.RAISED}, "raising is cheap, and may be the response's fault"
+
+
+def test_files_of_the_same_name_are_different_modules(tmp_path: Path) -> None:
+    """Otherwise, classes of the first file would be looked up in the module of the second."""
+    functions = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "reward.py"
+        file.write_text(f"import sys\nNAME = '{name}'\ndef own(): return sys.modules[__name__].NAME\n")
+        functions.append(import_function(f"{file}:own"))
+    assert [function() for function in functions] == ["a", "b"]
 
 
 def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,12 @@ def test_a_trajectory_whose_replica_has_failed_is_leased_again() -> None:
     assert len(refused) == 12
 
 
+def test_a_worker_that_refuses_everything_is_named() -> None:
+    """A refusal is a message, so the worker's deadline for progress does not end the evaluation."""
+    with pytest.raises(EngineFault, match=r"worker seven has refused \d+ leases in a row, .* it serves version 4;"):
+        grown(Silent(lambda lease: [Retry(lease.lease_id, VERSION)]))
+
+
 def test_an_abort_that_nobody_asked_for_is_a_fault() -> None:
     with pytest.raises(EngineFault, match=r"worker seven aborted trajectory 10/0"):
         grown(Silent(lambda lease: [Report(lease.lease_id, 0, (), is_aborted=True)]))

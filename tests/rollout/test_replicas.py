@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -40,9 +41,13 @@ from baton.types import (
     WorkLost,
 )
 from baton.weights.direct.settings import DirectTransfer
+from tests.all_cases import chosen
 
 pytestmark = [pytest.mark.timing, pytest.mark.slow]
 
+SIGNALS = list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP), (False, True)))
+"""A stage, a signal, and whether only differences are sent. CI runs every third case, which has all values; with
+`BATON_ALL_STAGES=1`, all cases run. `tests/weights/direct/test_sender.py` has each signal at each stage in CI."""
 TIMEOUT_S = 4.0
 """Deadline of each phase of a transfer."""
 LIMIT_S = 60.0
@@ -268,9 +273,7 @@ def test_the_metrics_of_a_replica_show_what_it_generated_and_that_it_is_late(run
     one.links[1][0].cont()
 
 
-@pytest.mark.parametrize("is_sparse", [False, True], ids=["direct", "sparse"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "number", "is_sparse"), chosen(SIGNALS[::3], SIGNALS[1::3] + SIGNALS[2::3]))
 def test_a_signal_to_a_replica_at_any_stage_delays_no_other(
     stage: str, number: int, is_sparse: bool, run: Callable[..., Run]
 ) -> None:

@@ -85,6 +85,12 @@ def test_a_users_class_is_reset_in_a_process_and_acts_on_the_state_that_the_prom
     pool.close()
 
 
+def test_a_column_that_has_the_name_of_the_seed_is_refused() -> None:
+    spec = EnvironmentSpec("mine", "mine.py:Echo", {})
+    with pytest.raises(UserError, match="task 'mine': the dataset has a column 'seed', but Baton passes its own seed"):
+        EnvironmentTask(spec, EnvironmentSettings(), rows=[{"word": "one"}, {"word": "two", "seed": 7}])
+
+
 def test_a_class_becomes_a_path_unless_it_cannot_be_imported() -> None:
     task = TaskSettings(name="a", environment=Sokoban)  # type: ignore[arg-type]
     assert task.environment == "baton.environments.sokoban:Sokoban"

@@ -1,4 +1,4 @@
-"""When torch's deterministic algorithms are used, and where threads allocate memory."""
+"""When torch's deterministic algorithms are used, where threads allocate memory, and how much memory is unused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from baton.policy import memory
 from baton.policy.load import torch_dtype
 from baton.policy.threads import set_deterministic, set_up_threads, unordered_writes
 
@@ -91,3 +93,38 @@ def test_threads_allocate_memory_from_the_heap_of_the_process() -> None:
 
     assert is_in_heap() == "[False, False]\n"
     assert is_in_heap("shared") == "[True, True]\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "controller", "files"),
+    [
+        ("0::/job/step\n", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "5:cpu:/\n4:memory:/job/step\n",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_unused_memory_is_that_of_the_tightest_cgroup(
+    own: str, controller: str, files: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may use 1000 bytes, of which 700 are used; 200 of them are cached pages, which the kernel can evict. The
+    step has no limit of its own. A container sees the job's directory as its root."""
+    root = tmp_path / "cgroups"
+    limit, used, evictable = files
+    for directory, values in (("job/step", ("max", 600)), ("job", ("1000", 700))):
+        (root / directory).mkdir(parents=True, exist_ok=True)
+        for name, value in zip((limit, used), values, strict=True):
+            (root / directory / name).write_text(f"{value}\n")
+        (root / directory / "memory.stat").write_text(f"anon 500\n{evictable} 200\n")
+    (tmp_path / "own").write_text(own)
+    assert memory.CGROUPS[controller][1:] == files
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
+    cpu = torch.device("cpu")
+    for seen in (root, root / "job"):
+        monkeypatch.setattr(memory, "CGROUPS", {controller: (seen, *files)})
+        assert memory.available_bytes(cpu) == 500
+    monkeypatch.setattr(memory, "CGROUPS", {controller: (tmp_path / "none", *files)})
+    assert memory.available_bytes(cpu) > 10**6

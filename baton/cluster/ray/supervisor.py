@@ -251,9 +251,10 @@ class RayWorkerSupervisor:
         cluster = self._cluster
         node = next(node for node, name in self._names.items() if name == spec.machine)
         self._weights[spec.name] = spec.weight
+        arguments = self._worker_arguments(spec)
         group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}") if spec.resources else None
         where, bundle = (group, 0) if group is not None else (self.ranks[0], max(spec.ranks))
-        options, arguments = cluster.options(where, bundle, spec.resources, spec.threads), self._worker_arguments(spec)
+        options = cluster.options(where, bundle, spec.resources, spec.threads)
         try:
             with calling_ray():
                 actor = cluster.ray.remote(WorkerActor).options(**options, max_concurrency=4).remote(arguments)
@@ -349,15 +350,22 @@ class RayWorkerSupervisor:
     def _stop_process(self, name: str, cause: str, *, is_reachable: bool) -> None:
         running = self._running.pop(name, None)
         self._waiting.pop(name, None)
-        if running is None:
-            return
-        if is_reachable:
+        if running is not None and is_reachable:
             self._log(f"{name} on {running.spec.machine} {cause}")
             self._ask_to_leave(running)
-        else:
+            return
+        if running is not None:
             self._access.gone(name, cause)
             self._end_processes(running)
             self._discard(running)
+        self._remove_token(name)
+
+    def _remove_token(self, name: str) -> None:
+        """Remove the token of a worker that has ended for good, because a hub's number of tokens is limited."""
+        with self._lock:
+            if name in self._tokens and name not in self._running and name not in self._waiting:
+                del self._tokens[name]
+                self._access.remove_token(name)
 
     def _ask_to_leave(self, running: _RunningActor) -> None:
         """Ask a worker to leave; `_remove_left` removes its actor later."""
@@ -375,6 +383,8 @@ class RayWorkerSupervisor:
             if is_done or time.monotonic() > until_s:
                 self._leaving.remove(leaving)
                 self._discard(running)
+                if not self._stopping.is_set():
+                    self._remove_token(running.spec.name)
 
     def _discard(self, running: _RunningActor) -> None:
         with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost

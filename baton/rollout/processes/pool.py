@@ -28,7 +28,7 @@ from baton.rollout.engine import EngineStats
 from baton.rollout.processes import protocol
 from baton.rollout.processes.lease_queue import Handover, LeaseQueue
 from baton.rollout.transport import WorkerTransport
-from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_masks
+from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_replay_data
 
 CLOSE_GRACE_S = 2.0
 """Seconds after which processes that have not exited are killed."""
@@ -168,7 +168,7 @@ class EnginePool(WorkerTransport):
         for index, message in messages:
             process = self.processes[index]
             if isinstance(message, Lease):
-                process.send(without_masks(message))
+                process.send(without_replay_data(message))
                 self._trace.on_lease(message, process.name, self._slots)
             else:
                 process.send(message)

@@ -85,6 +85,8 @@ class SwarmWorker:
         self._fault: Exception | None = None
         self._is_leaving = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
+        self._cancellation: asyncio.TimerHandle | None = None
+        """Cancels `run` after `leave`, until the engine is closed."""
         self._engine: EngineThread | None = None
         self._is_awake = asyncio.Event()
         """Cleared while the engine must not use its device (`use_device`)."""
@@ -126,6 +128,8 @@ class SwarmWorker:
                 if not self._is_leaving.is_set():
                     raise
             finally:
+                if self._cancellation is not None:
+                    self._cancellation.cancel()
                 await self._updater.close()
                 if self._engine is not None:
                     with suppress(DeadlineExceeded):
@@ -134,7 +138,8 @@ class SwarmWorker:
     def leave(self) -> None:
         """Report and discard all leases, and end the connection within `GOODBYE_S`. Called in the event loop."""
         if self._running is not None and not self._is_leaving.is_set():
-            self._loop.call_later(GOODBYE_S if self._connection is not None else 0.0, self._running.cancel)
+            wait_s = GOODBYE_S if self._connection is not None else 0.0
+            self._cancellation = self._loop.call_later(wait_s, self._running.cancel)
         self._is_leaving.set()
 
     async def use_device(self, is_awake: bool | None) -> int:
