@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 import threading
@@ -23,6 +22,8 @@ from baton.types import FailureCause
 Result = TypeVar("Result")
 MAX_METRICS = 32
 """Maximum number of metrics from one `info`."""
+MAX_METRIC = 1e30
+"""Maximum absolute value of a metric. The sum of larger values over episodes could exceed the range of a float."""
 
 
 @dataclass(slots=True)
@@ -220,4 +221,4 @@ def _metrics(info: dict[str, Any]) -> dict[str, float]:
         if name != "success" and isinstance(value, Real) and len(found) < MAX_METRICS:
             with suppress(OverflowError):  # an integer that is too large for a float
                 found[_sendable(name)] = float(value)
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in found.items() if abs(value) <= MAX_METRIC}  # false for NaN

@@ -198,7 +198,7 @@ class EnvironmentPool:
         now_s = time.monotonic()
         if (gap_s := now_s - self._polled_at - timeout_s) > 1.0:  # the run did something else, or was stopped
             for process in self._processes:
-                process.seen_at += gap_s
+                process.seen_at = min(now_s, process.seen_at + gap_s)
         self._polled_at = now_s
         for process in self._processes:
             self._check(process, now_s)

@@ -2,11 +2,11 @@
 
 The child is `python -I -S sandbox.py`. Before the child executes the code, it permanently restricts itself:
 
-* rlimits limit memory, CPU time, and the size and number of files;
-* Landlock (Linux 5.13) allows the child to read the files of Python and the system's libraries, and to use its empty
-  working directory, but denies all other files;
-* seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, and
-  debugging calls;
+* rlimits limit memory, CPU time, and the size of files and the number of open files;
+* Landlock (Linux 5.13) allows the child to read the files of Python and the system's libraries, and to make files in
+  its empty working directory, but denies new directories and all other files;
+* seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, debugging
+  calls, and shared memory, which rlimits do not limit;
 * if the child runs as root, it drops its capabilities.
 
 These restrictions need neither root nor namespaces. The code can use only the standard library. Code that exceeds the
@@ -41,20 +41,24 @@ _FORBIDDEN = {
     # socket socketpair connect bind sendto sendmsg; fork vfork execve execveat; kill tkill tgkill rt_sigqueueinfo
     # rt_tgsigqueueinfo pidfd_send_signal; ptrace process_vm_readv process_vm_writev; mount umount2 pivot_root chroot
     # unshare setns; bpf perf_event_open userfaultfd keyctl add_key request_key; io_uring_* pidfd_open pidfd_getfd;
-    # chmod and chown in all forms; setxattr lsetxattr fsetxattr setxattrat; prlimit64 open_by_handle_at
+    # chmod and chown in all forms; setxattr lsetxattr fsetxattr setxattrat; prlimit64 open_by_handle_at; shmget shmat
+    # semget msgget mq_open
     "x86_64": (
         "41 53 42 49 44 46 57 58 59 322 62 200 234 129 297 424 101 310 311 165 166 155 161 272 308 321 298 323 250 248 "
-        "249 425 426 427 434 438 90 91 92 93 94 260 268 452 188 189 190 463 302 304"
+        "249 425 426 427 434 438 90 91 92 93 94 260 268 452 188 189 190 463 302 304 "
+        "29 30 64 68 240"
     ),
     "aarch64": (
         "198 199 203 200 206 211 221 281 129 130 131 138 240 424 117 270 271 40 39 41 51 97 268 280 241 282 219 217 "
-        "218 425 426 427 434 438 52 53 54 55 452 5 6 7 463 261 265"
+        "218 425 426 427 434 438 52 53 54 55 452 5 6 7 463 261 265 194 196 190 186 180"
     ),
 }
 """Machine architecture → numbers of the system calls that fail with EPERM."""
+_MMAP, _MAP_SHARED = {"x86_64": 9, "aarch64": 222}, 0x01
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
-_SCRATCH_ACCESS = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 14))
-"""Rights in the working directory: write, read, list, remove and make files and directories, truncate."""
+_SCRATCH_ACCESS = sum(1 << bit for bit in (1, 2, 3, 5, 8, 14))
+"""Rights in the working directory: write, read, list, remove and make files, truncate. Without directories, because
+thousands of nested ones could not be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,11 @@ def _restrict_calls() -> None:
     for number in map(int, _FORBIDDEN[machine].split()):
         program += [(jump_equal, 0, 1, number), (leave, 0, 0, refuse | errno.EPERM)]
     program += [
+        (jump_equal, 0, 4, _MMAP[machine]),
+        (load, 0, 0, 40),  # the flags
+        (jump_set, 0, 1, _MAP_SHARED),
+        (leave, 0, 0, refuse | errno.EPERM),
+        (leave, 0, 0, allow),
         (jump_equal, 0, 3, _CLONE[machine]),
         (load, 0, 0, 16),  # the flags
         (jump_set, 1, 0, _CLONE_THREAD),

@@ -122,4 +122,5 @@ class EnvironmentTask:
                     self.check_stop()
             finally:
                 self._pool.discard(request.key)
+                self._pool.metrics()  # resets its lists of times
             return found[0]

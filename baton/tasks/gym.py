@@ -70,7 +70,7 @@ class GymTask:
                 f"{', '.join(sorted(COMPACT_FORMS))}; use form = 'original'"
             )
         self._dataset = lru_cache(maxsize=8)(self._make_dataset)
-        self._entry = lru_cache(maxsize=65_536)(self._make_entry)
+        self._entry = lru_cache(maxsize=4096)(self._make_entry)
         self._literal = lru_cache(maxsize=1024)(self._make_literal)
         self._entry(0, 0)
 

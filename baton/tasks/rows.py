@@ -55,9 +55,15 @@ def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
         if line.strip():
             where = f"{file}, line {number}"
             try:
-                yield where, msgspec.json.decode(line, type=Row)
+                row = msgspec.json.decode(line, type=Row)
+                msgspec.msgpack.encode(row)  # as the journal and the messages to reward processes
+            except OverflowError as error:
+                raise UserError(
+                    f"{what}: {where} has an integer of more than 64 bits; write it as text, in quotation marks"
+                ) from error
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise UserError(f"{what}: {where} is not a JSON object: {error}") from error
+            yield where, row
 
 
 def _parquet_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ class Counter:
         elif action == "wrong shape":
             return "text"  # type: ignore[return-value]
         elif action == "end":
-            return "over", 2.0, True, False, {"success": True, "tool": "door", "steps": 3, "ratio": float("nan")}
+            unset = {"ratio": float("nan"), "best": sys.float_info.max}
+            return "over", 2.0, True, False, {"success": True, "tool": "door", "steps": 3, **unset}
         elif action == "time":
             return str(time.time_ns()), 0.0, False, False, {}
         elif action == "wait for the file":

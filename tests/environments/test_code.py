@@ -54,6 +54,9 @@ def test_code_runs_with_its_input_and_the_standard_library() -> None:
         "import os; os.listdir('/')",
         "import os; os.chmod('/', 0o777)",
         "import socket; socket.socket()",
+        "import os; os.mkdir('a')",
+        "import mmap; mmap.mmap(-1, 4096)",
+        "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0, 'PermissionError'",
         "import os; os.fork()",
         "import os; os.execv('/bin/ls', ['ls'])",
         "import subprocess; subprocess.run(['ls'])",
@@ -71,6 +74,9 @@ def test_code_has_no_files_no_network_and_no_processes(code: str) -> None:
 
 def test_code_is_limited_in_memory_output_and_time() -> None:
     assert "MemoryError" in run_code("x = bytearray(2**30)", memory_bytes=2**28).stderr
+    private = "import mmap; mmap.mmap(-1, {}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); print('mapped')"
+    assert run_code(private.format(2**20), memory_bytes=2**28).stdout == "mapped\n"
+    assert "Cannot allocate memory" in run_code(private.format(2**30), memory_bytes=2**28).stderr
     flood = run_code("while True: print('x' * 1000)")
     assert len(flood.stdout) == sandbox.MAX_OUTPUT_BYTES
     assert "File too large" in flood.stderr

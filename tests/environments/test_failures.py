@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from environment_cases import WAIT_S, Turn, pool_of, request, results, running_with, spec, turns_of
@@ -93,6 +94,27 @@ def test_a_stopped_or_killed_process_is_replaced_and_its_episodes_are_rebuilt(mo
         metrics = pool.metrics()
         assert metrics["env/replays"] >= 6
         assert not any("failures" in name for name in metrics)
+    pool.close()
+
+
+@pytest.mark.slow
+def test_the_time_in_which_nothing_was_asked_does_not_extend_the_deadline_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool was not used for ten minutes, as during a train step, and its process has stopped."""
+    mark, idle_s = f"BATON_TEST_{os.getpid()}", 0.0
+    monkeypatch.setenv(mark, "1")
+    shifted = SimpleNamespace(monotonic=lambda: time.monotonic() + idle_s, sleep=time.sleep)
+    monkeypatch.setattr("baton.environments.pool.time", shifted)
+    pool = pool_of(processes=1, timeout_s=2.0, env=(mark,))
+    pool.submit(request(0, "10"))
+    log = turns_of("10", results(pool, 1)[0])
+    for pid in running_with(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    idle_s = 600.0
+    pool.submit(request(0, "10", turns=log))
+    assert results(pool, 1)[0].text == "value 20"
     pool.close()
 
 

@@ -92,6 +92,10 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
         (b'{"prompt": "?"}', "line 3 has no 'answer'; it has ['prompt']"),
         (b'{"answer": 1, "question": "?"}', "line 3 has no 'prompt'; it has ['answer', 'question']"),
         (b'{"prompt": 1, "answer": 1}', "line 3: 'prompt' must be a string"),
+        (
+            b'{"prompt": "?", "answer": 1, "more": [1267650600228229401496703205376]}',
+            "line 3 has an integer of more than",
+        ),
         (b'{"prompt": "?", "answer": [1]}', "line 3: 'answer' must be a string or a number"),
         (b'{"prompt": "?", "answer": null}', "line 3 has no 'answer'; it has ['answer', 'prompt'] (nor ground_truth,"),
     ],
