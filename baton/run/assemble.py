@@ -482,8 +482,8 @@ def evaluate_model(
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
-    `samples`: number of responses to each prompt; the default is the recipe's number for the test set, or 1 if the
-    recipe states no number. `write_to`: file for the responses, one JSON object per line.
+    `samples`: number of responses to each prompt; the default is the recipe's number for the test set, or
+    `eval.samples`. `write_to`: file for the responses, one JSON object per line.
 
     `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
     shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
@@ -567,4 +567,5 @@ def open_evaluator(
         timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
         worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
         with judge, closing(episodes) if episodes is not None else nullcontext():
-            yield Evaluator(prompts, encoder, judge, EvalRollout(worker, episodes), samples_of=mixture.samples)
+            rollout = EvalRollout(worker, episodes)
+            yield Evaluator(prompts, encoder, judge, rollout, recipe.eval.samples, mixture.samples)

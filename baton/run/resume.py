@@ -16,7 +16,7 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from baton.errors import Damaged, UserError
-from baton.files import atomic_directory, memory_directory, seal, writing
+from baton.files import atomic_directory, memory_directory, remove_leftovers, seal, writing
 from baton.policy.load import device_type, dtype_here
 from baton.policy.tokenizer import Tokenizer, check_model_path, model_directory
 from baton.recipe.changes import changes_of, compare_for_resume, with_current_keys
@@ -87,7 +87,10 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
     if (model := recipe.model) is not None:
         path = model.path
         if recorded is not None:
-            path = _as_recorded(path, before.get("model", {}).get("path")) or path
+            old = before.get("model", {}).get("path")
+            path = _as_recorded(path, old) or path
+            if old is not None and Path(path).parent == Path(old).parent and Path(old).parent.name == "checkpoints":
+                path = old  # the recipe may name a run that has newer checkpoints now
         elif "@" not in path and not Path(path).is_dir():
             check_model_path(path)
             path = f"{path}@{model_directory(path).name}"
@@ -181,12 +184,14 @@ def _copy_files(source: Path, directory: Path) -> None:
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint. Raises
     UserError if the run is complete, if the checkpoint has more than `run.steps` train steps, or if the recipe changes
-    a key that must not change. Raises Damaged if the checkpoint's `loop.json` cannot be read."""
+    a key that must not change. Raises Damaged if the checkpoint's `loop.json` cannot be read. The caller holds the
+    run's lock."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
         return ResumePoint(LoopState(), None)
     run = RunDirectory.open(path)
+    remove_leftovers(run.checkpoints)  # restores a checkpoint whose replacement was interrupted
     for warning in compare_for_resume(_recorded(run), without_none(recipe.model_dump(mode="json"))):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
@@ -261,6 +266,7 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
     """
     with RunLock.take(path, say) as lock:
         run = RunDirectory.open(path, lock)
+        remove_leftovers(run.checkpoints)
         checkpoint = newest_intact_checkpoint(run.checkpoints, say)
         done = 0 if checkpoint is None else checkpoint_step(checkpoint)
         if step <= done:

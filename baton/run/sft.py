@@ -117,7 +117,7 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         tokenizer.hf.save_pretrained(directory)
     results: list[Evaluation] = []
     if is_evaluated:
-        for temperature in (1.0, 0.0):
+        for temperature in (recipe.eval.temperature, *((0.0,) if recipe.eval.greedy else ())):
             results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
     report = WarmStartReport(
         str(output),

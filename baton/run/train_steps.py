@@ -158,12 +158,12 @@ class TrainSteps:
 
     def _without_mistrusted(self, batch: Batch, error: TrainingDiverged) -> Batch:
         """Return the batch without the rewards of the trajectories of untrusted workers that caused the error, so that
-        they are not trained on. Raises the error if it has another cause."""
+        they are not trained on. Raises the error if it has another cause, or if no other trajectory has a reward."""
         reason = "reported logprobs differ from the trainer's beyond trainer.max_logprob_diff or .max_mismatch_kl"
         names = self.port.mistrusted(error.suspects, batch.groups, reason) if error.suspects else frozenset()
         scored = [member for group in batch.groups for member in group.members if member.judgement.is_judged]
         members = [member for member in scored if member.trajectory.name in names]
-        if not members:
+        if not members or len(members) == len(scored):  # there is another cause, or nothing is left to train on
             raise error
         none, replace = RewardResult(0.0, {}, False, None, reason, FailureCause.QUARANTINED), msgspec.structs.replace
         changed = {member.trajectory.name: replace(member, judgement=none) for member in members}

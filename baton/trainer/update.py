@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import Suspect, TrainingDiverged
 from baton.policy.logprobs import TokenScores
-from baton.trainer.alarms import excessive_mismatch
+from baton.trainer.alarms import RowMismatch, excessive_mismatch
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.corrections import CORRECTIONS, BehaviorDistance, CorrectionShape, correction_shape, row_distances
 from baton.trainer.critic import Critic, value_loss, value_sums
@@ -242,19 +242,27 @@ class Update:
             learner.optimizer.step()
 
     def _raise_if_diverged(self) -> None:
-        rows = []
-        for micro, distances in self.compared:
-            for row, (*numbers, place) in zip(micro.rows, distances, strict=False):
-                found = BehaviorDistance(*numbers)
-                if found.current:
-                    token = int(place) + micro.inputs.first - row.prompt_length
-                    rows.append((Suspect(row.name, row.path, token), found.current, found.mismatch, found.max_diff))
-        self.compared.clear()
-        text = excessive_mismatch(rows, self.passes.settings, has_agreed=self.has_agreed)
+        text = excessive_mismatch(self._mismatches(), self.passes.settings, has_agreed=self.has_agreed)
         if self.trouble is None and text is not None:
             self.trouble = f"train step {self.step}: {text}"
         if trouble := self.passes.parallel.agreed(self.trouble):
             raise TrainingDiverged(trouble)
+
+    def _mismatches(self) -> list[RowMismatch]:
+        """Return the mismatches of the compared rows of all ranks, because the limits are for the whole batch."""
+        numbers: list[float] = []
+        for micro, distances in self.compared:
+            for row, (*of_row, place) in zip(micro.rows, distances, strict=False):
+                found = BehaviorDistance(*of_row)
+                if found.current:
+                    name, token = map(int, row.name.split("/")), int(place) + micro.inputs.first - row.prompt_length
+                    numbers += [*name, row.path, token, found.current, found.mismatch, found.max_diff]
+        self.compared.clear()
+        rows = torch.cat(self.passes.parallel.all_of(torch.tensor(numbers, dtype=torch.float64))).view(-1, 7).tolist()
+        return [
+            (Suspect(f"{int(group)}/{int(sample)}", int(path), int(token)), current, mismatch, max_diff)
+            for group, sample, path, token, current, mismatch, max_diff in rows
+        ]
 
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None

@@ -25,7 +25,7 @@ from baton.records.metrics import read_metrics
 from baton.records.predictions import FILE, Prediction, Predictions
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop, train_here
-from baton.run.resume import skip_batch, with_dtypes
+from baton.run.resume import skip_batch, with_dtypes, with_revisions
 from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
 from baton.stop import StopRequest
@@ -222,6 +222,34 @@ def test_a_recorded_batch_is_neither_generated_nor_judged_again(
     resumed.close()
     assert generated == list(range(16, 36))  # four groups a step: steps 5 to 9 only
     assert_equal_runs(unbroken, wanted)
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_the_resume_point(
+    tiny_model: Path, tmp_path: Path, unbroken: Recipe
+) -> None:
+    wanted = recipe(tiny_model, tmp_path)
+    train(wanted, resume=False, stop=StopWhen((wanted.run.path / "trajectories/step_000005.jsonl.gz").exists))
+    checkpoints = RunDirectory(wanted.run.path).checkpoints
+    last = list_checkpoints(checkpoints)[-1]
+    last.rename(checkpoints / f".{last.name}.replaced")
+    (checkpoints / f".{last.name}.unfinished").mkdir()
+    train(wanted, resume=True)
+    assert [resumed["step"] for resumed in RunDirectory(wanted.run.path).facts()["resumed"]] == [int(last.name[5:])]
+    assert_equal_runs(unbroken, wanted)
+
+
+@pytest.mark.parametrize(("path", "expected"), [
+    ("runs/a/checkpoints/step_000100", "runs/a/checkpoints/step_000050"),
+    ("runs/b/checkpoints/step_000100", "runs/b/checkpoints/step_000100"),
+    ("models/step_000100", "models/step_000100"),
+])  # fmt: skip
+def test_a_run_that_began_from_another_keeps_its_checkpoint_when_that_run_has_newer_ones(
+    path: str, expected: str
+) -> None:
+    tree = {"run": {"name": "r"}, "model": {"path": path}, "task": [{"name": "chain_sum"}]}
+    recorded = {"model": {"path": "runs/a/checkpoints/step_000050"}, "task": [{"path": None}]}
+    found = with_revisions(Recipe.model_validate(tree), recorded)
+    assert found.model.path == expected
 
 
 def test_the_best_checkpoint_outlives_the_latest(tiny_model: Path, tmp_path: Path) -> None:

@@ -145,11 +145,13 @@ def test_a_generated_warm_start_makes_a_model_that_loads_and_reports_its_accurac
     path = write_warm_start(tmp_path / "warm.toml", "")
     with path.open("a") as file:
         file.write(GENERATED)
-    result = warm_start(load_recipe(WarmStart, path, ["sft.steps=6", "eval.num_prompts=8"]), WATCHED)
+    changes = ["sft.steps=6", "eval.num_prompts=8", "eval.samples=2", "eval.temperature=0.6"]
+    result = warm_start(load_recipe(WarmStart, path, changes), WATCHED)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     assert result.parameters == sum(p.numel() for p in model.parameters())
     assert model.config.model_type == "qwen3"
     assert [(e.task, e.num_prompts) for e in result.evaluations] == [("chain_sum", 8)] * 2
+    assert [(e.temperature, e.samples) for e in result.evaluations] == [(0.6, 2), (0.0, 1)]
     rows = read_metrics(tmp_path / "runs" / "warm")
     assert rows[-1]["step"] == 6
     assert rows[-1]["sft/loss"] == pytest.approx(result.loss)

@@ -244,6 +244,11 @@ def test_logprobs_that_only_the_trainer_disproves_end_the_worker_and_not_the_run
     assert excluded <= {name.partition("@")[0] for name in record.requeue}, "only what the worker wrote"
 
 
+def test_a_batch_of_which_no_reward_is_left_ends_the_run_with_the_way_back(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingDiverged, match=r"engine and trainer compute different .* --resume --skip-batch \d"):
+        train(unchecked(model, tmp_path), {"bad": Unconfirmed})
+
+
 def test_a_run_that_ends_before_it_has_recorded_the_exclusion_excludes_them_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

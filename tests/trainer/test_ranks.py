@@ -128,6 +128,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("key", ["mismatch_kl", "logprob_diff"])
+def test_the_limits_of_the_mismatch_are_for_the_batch_and_not_for_the_rows_of_a_rank(
+    key: str, pool: RankPool, model_path: str
+) -> None:
+    """With one row per microbatch, the ranks have rows of very different mismatch."""
+    metric = {"mismatch_kl": "policy/mismatch_kl", "logprob_diff": "policy/logprob_diff_max"}[key]
+    batch, small = two_version_batch(1), {"name": "grpo", "max_tokens_per_microbatch": 1}
+    mean = alone(setup_of(model_path, **small)).step(batch)[metric]
+    above, below = (setup_of(model_path, **small, **{f"max_{key}": (0.1, share * mean)}) for share in (1.01, 0.9))
+    with pytest.raises(TrainingDiverged) as expected:
+        alone(below).step(batch)
+    assert expected.value.suspects
+    for size in (2, 4):
+        ranked(pool, size, above).step(batch)
+        with pytest.raises(TrainingDiverged) as found:
+            ranked(pool, size, below).step(batch)
+        assert found.value.suspects == expected.value.suspects
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: RankPool, model_path: str) -> None:
     setup = setup_of(model_path, **CASES[name])

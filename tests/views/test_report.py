@@ -322,6 +322,14 @@ def test_a_warm_start_has_a_page_with_its_loss_and_no_summary(run: RunDirectory)
     assert "Loss of the warm start" in render(run)
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_the_number_of_an_adapters_parameters_is_not_stated_as_that_of_the_model(run: RunDirectory) -> None:
+    assert re.search(r", [\d.]+ . parameters", render(run))
+    with (run.path / "recipe.toml").open("a") as file:
+        file.write("\n[lora]\nrank = 2\n")
+    assert re.search(r", adapter of [\d.]+ . parameters", render(run))
+
+
 def test_the_same_run_gives_the_same_page(run: RunDirectory) -> None:
     assert render(run) == render(run)
 

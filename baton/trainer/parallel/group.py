@@ -236,6 +236,8 @@ class RankGroup(SingleRank):
         own = np.zeros(self.share.size)
         own[self.share.rank] = len(values)
         lengths = [int(length) for length in self.sums(own)]
+        if not any(lengths):
+            return [values for _ in lengths]
         padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)
         padded[: len(values)] = values
         found = [torch.empty_like(padded) for _ in lengths]

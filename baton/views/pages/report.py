@@ -110,7 +110,8 @@ def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None)
     recorded = run.facts()
     model = recipe.get("model", {}).get("path", "trained from scratch")
     size = _parameters(run.checkpoints)
-    yield "Model", f"{model}, {short(size)} parameters" if size else model
+    trained = "adapter of " if recipe.get("lora") else ""  # a checkpoint then contains only the adapter
+    yield "Model", f"{model}, {trained}{short(size)} parameters" if size else model
     yield "Tasks", _mixture(recipe.get("task", ()))
     if summary is not None:
         rollout = recipe["rollout"]
