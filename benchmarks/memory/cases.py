@@ -11,14 +11,15 @@ FITTED = ("1.7B", "14B")
 SHOWN = ("1.7B", "8B", "14B", "32B", "30B-A3B")
 """Models of the table: 8, 16 and 64 ranks with 8,192 tokens per microbatch, checkpointing and bfloat16 gathers."""
 DENSE = {
+    "0.6B with 4 layers": (1024, 3072, 4, 16, True),
     "0.6B": (1024, 3072, 28, 16, True),
     "1.7B": (2048, 6144, 28, 16, True),
     "8B": (4096, 12288, 36, 32, False),
     "14B": (5120, 17408, 40, 40, False),
     "32B": (5120, 25600, 64, 64, False),
 }
-"""Hidden size, MLP width, layers, query heads, and whether the head is tied, of the released Qwen3 models. All have 8
-KV heads of 128 values and a vocabulary of 151,936."""
+"""Hidden size, MLP width, layers, query heads, and whether the head is tied, of the released Qwen3 models, and of one
+with fewer layers, which CI measures. All have 8 KV heads of 128 values and a vocabulary of 151,936."""
 SHARED: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 
 
@@ -66,6 +67,7 @@ CASES = [
     Case("8B", 8, 2048, checkpointing=False),
     Case("8B", 8, shard_gradients=False),
     Case("8B", 8, lora=16),
+    Case("0.6B with 4 layers", 8, 1024, row=1024),
     Case("0.6B", 8),
     Case("0.6B", 8, dtype="float32"),
     *[Case(model, 8, 1024, row=1024, dtype="float32") for model in ("0.6B", "1.7B")],
