@@ -545,6 +545,8 @@ class RolloutController:
         self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, shared) for index in range(size)], {})
         if self._journal is not None:
             self._journal.issued(issued, self.cursor)
+            if again is not None:
+                self._journal.discarded(again, "dropped")
 
     def _lease(self, command: ev.Assign) -> None:
         key, group = (command.group_id, command.sample_index), self._groups[command.group_id]
@@ -557,8 +559,9 @@ class RolloutController:
     def _discard(self, group_id: int, cause: str) -> None:
         for trajectory in self._groups[group_id].members:
             self._player.forget((group_id, trajectory.sample_index))
-        if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
-            del self._groups[group_id]  # otherwise `_open` uses its prompt for the next attempt, then removes it
+        if cause == "dropped" and self._groups[group_id].issued.attempts < self.rules.max_requeues:
+            return  # `_open` uses its prompt for the next attempt; a run that is resumed before that drops it again
+        del self._groups[group_id]
         if self._journal is not None:
             self._journal.discarded(group_id, cause)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineFault, UserError
-from baton.records.journal import Journal, StreamCursor
+from baton.records.journal import IssuedGroup, Journal, StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
@@ -381,8 +381,24 @@ def test_what_a_killed_process_had_finished_is_trained_and_not_made_again(mode, 
         assert prompts == [str(i) for i in range(len(prompts))], "and none is skipped"
 
 
+class Listening(Journal):
+    """Remembers the order of records: a group and the number of its attempt, or None if it was discarded."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, keeps_partials=True)
+        self.records: list[tuple[int, int | None]] = []
+
+    def issued(self, group: IssuedGroup, cursor: StreamCursor) -> None:
+        self.records.append((group.group_id, group.attempts))
+        super().issued(group, cursor)
+
+    def discarded(self, group_id: int, cause: str) -> None:
+        self.records.append((group_id, None))
+        super().discarded(group_id, cause)
+
+
 def test_dropped_groups_are_tried_again_under_a_new_id_and_counted(tmp_path: Path):
-    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=True)
+    journal = Listening(tmp_path / "journal.sqlite")
     values = {"overprovision": 1.75, "max_staleness": 1, "stale": "drop", "max_requeues": 1, "consume": "completion"}
     bench = Bench("partial", None, journal, **values)
     bench.begin()
@@ -395,6 +411,12 @@ def test_dropped_groups_are_tried_again_under_a_new_id_and_counted(tmp_path: Pat
     assert bench.controller.scheduler.ledger.dropped > 0
     for step, batch in enumerate(bench.batches):
         assert all(step - v <= 1 for g in batch for v in _versions(g))
+    attempts = {group_id: attempt for group_id, attempt in journal.records if attempt is not None}
+    dropped = [index for index, (_, attempt) in enumerate(journal.records) if attempt is None]
+    assert dropped
+    for index in dropped:  # a run that is killed in between would lose the prompt
+        is_last = attempts[journal.records[index][0]] == 1
+        assert is_last or journal.records[index - 1][1] == 1, "discarded before its next attempt was issued"
 
 
 class Refusing(LocalTransport):
