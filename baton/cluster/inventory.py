@@ -20,6 +20,7 @@ import msgspec
 import tomli_w
 
 from baton.errors import UserError
+from baton.recipe.load import parse_recipe
 from baton.specs.cluster import ClusterSettings, catalogue
 
 OWN_TYPE: Final = "gpu_type_"
@@ -147,7 +148,7 @@ def _advice(machine: Machine) -> str:
 
 
 def _settings(usable: Sequence[Machine], name: str, base: ClusterSettings | None, notes: list[str]) -> ClusterSettings:
-    by_name = {} if base is None else {node.name: node for node in base.nodes if node.count == 1}
+    by_name = {} if base is None else {name: node for node in base.nodes for name in node.names}
     tree: dict[str, Any] = {"name": name, "nodes": []}
     for machine in usable:
         node: dict[str, Any] = {"gpu": machine.gpu, "gpus": machine.num_gpus, "name": machine.name}
@@ -166,7 +167,7 @@ def _settings(usable: Sequence[Machine], name: str, base: ClusterSettings | None
             notes.append(
                 f"links.inter_node_gb_per_s = {ASSUMED_GB_PER_S} is an assumption: Ray does not report it, measure it"
             )
-    return ClusterSettings.model_validate(tree)
+    return parse_recipe(ClusterSettings, tree, "the machines of the cluster")
 
 
 def as_toml(described: DescribedCluster) -> str:

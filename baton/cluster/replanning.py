@@ -25,7 +25,7 @@ from baton.records.predictions import RunPredictions
 from baton.run.predictions import measured_rates, predictions_of_plan
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import read_model
-from baton.specs.plan import Plan
+from baton.specs.plan import Plan, Training
 from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
@@ -77,10 +77,10 @@ class Replanner:
             return ReplanResult(None, f"{NO_SERVERS}: the current workers continue")
         try:
             options = self._options(machines)
-            trainer_gpus = set(self.plan.training.gpu_ids)
-            kept = [option for option in options if set(option.plan.training.gpu_ids) == trainer_gpus]
+            shape = _shape(self.plan.training)
+            kept = [option for option in options if _shape(option.plan.training) == shape]
             if not kept:
-                return ReplanResult(None, "no new plan keeps the trainer on its GPUs: the current workers continue")
+                return ReplanResult(None, "no new plan keeps the trainer as it is: the current workers continue")
             chosen = least_moves(kept, SLACK)
             workers = place(chosen.plan, machines, first_worker=self._next_worker).workers
         except BatonError as error:
@@ -136,6 +136,12 @@ class Replanner:
             plan = msgspec.structs.replace(make_colocated_plan(inputs), reward=reward)
             return (ReplanOption("colocated", plan, inputs, ()),)
         return replan(inputs, self.plan, reward, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
+
+
+def _shape(training: Training) -> tuple[object, ...]:
+    """Return what cannot change while the trainer runs: its GPUs and how they split the model and the rows."""
+    stages = [(stage.gpu, stage.gpu_ids, stage.tp, stage.dp, stage.layers) for stage in training.stages]
+    return stages, training.shard_gradients, training.shard_size, training.is_mixed
 
 
 def workload_of(recipe: Recipe) -> Workload:

@@ -90,12 +90,13 @@ def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
 
     With one response per prompt, the interval is Wilson's score interval. Several responses to one prompt are not
     independent, so with several responses per prompt the interval comes from 2000 bootstrap draws with a fixed seed.
-    Each draw resamples the prompts.
+    Each draw resamples the prompts. If all responses are true, or none, all draws would be equal, so the interval is
+    Wilson's for one response per prompt.
     """
     shares = [sum(row) / len(row) for row in outcomes]
     count = len(shares)
     mean = sum(shares) / count
-    if all(len(row) == 1 for row in outcomes):
+    if all(len(row) == 1 for row in outcomes) or mean in (0.0, 1.0):
         centre = (mean + Z_95**2 / (2 * count)) / (1 + Z_95**2 / count)
         half = Z_95 / (1 + Z_95**2 / count) * math.sqrt(mean * (1 - mean) / count + Z_95**2 / (4 * count**2))
         return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))

@@ -138,6 +138,12 @@ class NodeSettings(MachineSettings):
     """Name of the machines. If `count` is above 1, the names end with -0, -1, …. Default: the GPU's name in lower
     case."""
 
+    @property
+    def names(self) -> list[str]:
+        """The name of each machine."""
+        name = self.name or self.gpu.lower()
+        return [name] if self.count == 1 else [f"{name}-{index}" for index in range(self.count)]
+
 
 class BetweenSettings(Settings, allow_inf_nan=False):
     """[[links.between]] bandwidth between two GPU types, or between two named machines."""
@@ -242,11 +248,9 @@ def _nodes(groups: Sequence[NodeSettings], gpus: Mapping[str, Gpu]) -> Sequence[
     found = []
     for place, group in enumerate(groups):
         gpu = find_gpu(group.gpu, gpus, f"nodes.{place}.gpu")
-        name = group.name or gpu.name.lower()
-        names = [name] if group.count == 1 else [f"{name}-{index}" for index in range(group.count)]
         link = group.link_gb_per_s * GB if group.link_gb_per_s else gpu.link_bytes_per_s
         price = group.price_per_gpu_hour or gpu.price_per_h
-        found += [Node(each, gpu, group.gpus, link, price) for each in names]
+        found += [Node(each, gpu, group.gpus, link, price) for each in group.names]
     return found
 
 

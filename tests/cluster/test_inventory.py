@@ -106,3 +106,21 @@ def test_links_prices_and_types_of_a_file_hold_for_the_machines_that_are_there()
     cluster = describe(found, name="now", base=base).settings.build()
     assert [(n.name, n.num_gpus, n.price_per_gpu_h) for n in cluster.nodes] == [("a", 2, 7.0), ("new", 4, 3.0)]
     assert cluster.bytes_per_s[0][1] == 5e9
+
+
+def test_the_settings_of_a_group_hold_for_each_of_its_machines() -> None:
+    group = {"gpu": "H100", "gpus": 2, "count": 2, "name": "h", "link_gb_per_s": 50, "price_per_gpu_hour": 2}
+    base = ClusterSettings.model_validate({"name": "b", "links": {"inter_node_gb_per_s": 5}, "nodes": [group]})
+    found = machines([row(name, CPU=1, gpu_type_H100=2) for name in ("h-0", "h-1", "other")])
+    cluster = describe(found, name="now", base=base).settings.build()
+    assert [n.price_per_gpu_h == 2 for n in cluster.nodes] == [True, True, False]
+    assert [n.link_bytes_per_s == 50e9 for n in cluster.nodes] == [True, True, False]
+
+
+def test_machines_that_do_not_fit_to_a_file_are_one_error_of_the_user() -> None:
+    links = {"between": [{"ends": ["a", "b"], "gb_per_s": 25}]}
+    nodes = [{"gpu": "H100", "gpus": 2, "name": name} for name in "ab"]
+    base = ClusterSettings.model_validate({"name": "b", "links": links, "nodes": nodes})
+    found = machines([row(name, CPU=1, gpu_type_H100=2) for name in "abc"])
+    with pytest.raises(UserError, match="the machines of the cluster: "):
+        describe(found, name="now", base=base)

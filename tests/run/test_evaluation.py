@@ -59,6 +59,8 @@ def test_samples_of_one_prompt_do_not_count_as_independent() -> None:
     assert share_interval(rows) == clustered, "the resampling is seeded"
     mixed = share_interval([[True, False] * 2] * 64)
     assert (mixed.low, mixed.high) == (0.5, 0.5), "prompts that all score alike leave no doubt between prompts"
+    assert share_interval([[False] * 8] * 10).high == pytest.approx(0.277533, abs=1e-4), "no zero-width interval"
+    assert share_interval([[True] * 8] * 10).low == pytest.approx(0.722467, abs=1e-4)
 
 
 class Words:

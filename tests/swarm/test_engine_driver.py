@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Mapping
 from threading import Event
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +25,31 @@ def lease(number: int, version: int = 0, *, is_exact: bool = False) -> Lease:
     return Lease(number, Trajectory(number, 0, (7, 8)), SamplingParams(MAX_NEW_TOKENS), 1, version, is_exact)
 
 
-def driver(mode: str) -> EngineDriver:
-    return EngineDriver(FakeEngine(SETTINGS, PolicyVersion("a", 0), length), mode)
+class AbortsLate(FakeEngine):
+    """As the engine for SGLang: an abort ends only while weights are loaded."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._late: list[int] = []
+        self._outbox: list[FromWorker] = []
+
+    def abort(self, lease_id: int) -> None:
+        self._late.append(lease_id)
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        for lease_id in self._late:
+            super().abort(lease_id)
+        self._late = []
+        self._outbox += super().step()
+        super().load_weights(tensors, version)
+
+    def step(self) -> list[FromWorker]:
+        found, self._outbox = self._outbox, []
+        return found + super().step()
+
+
+def driver(mode: str, engine: type[FakeEngine] = FakeEngine) -> EngineDriver:
+    return EngineDriver(engine(SETTINGS, PolicyVersion("a", 0), length), mode)
 
 
 class Hub:
@@ -50,10 +75,10 @@ class Hub:
 
 
 @settings(max_examples=150)
-@given(st.sampled_from(["resume", "keep"]), st.integers(0, 10**6))
-def test_switches_aborts_and_drops_at_any_moment(mode, seed):
+@given(st.sampled_from([("resume", FakeEngine), ("keep", FakeEngine), ("resume", AbortsLate)]), st.integers(0, 10**6))
+def test_switches_aborts_and_drops_at_any_moment(mode_and_engine, seed):
     """To the hub a lease that is carried over a switch has only grown; what is aborted is put down, switch or not."""
-    rng, hub, mine = random.Random(seed), Hub(), driver(mode)
+    rng, hub, mine = random.Random(seed), Hub(), driver(*mode_and_engine)
     version, numbers = 0, itertools.count()
     aborted: set[int] = set()
     dropped: set[int] = set()

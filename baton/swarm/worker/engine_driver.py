@@ -93,8 +93,12 @@ class EngineDriver:
             carried = [n for n, lease in self._leases.items() if n not in self._aborting and not lease.is_exact]
         for number in carried:
             self._engine.abort(number)
-        reports = self._taken(self._engine.step(), frozenset(carried)) if carried else []
+        messages = self._engine.step() if carried else []
+        reports = self._taken(messages, frozenset(carried))
+        ended = {message.lease_id for message in messages if isinstance(message, Report) and message.is_aborted}
         self._engine.load_weights(tensors, version)
+        if late := frozenset(carried).intersection(self._leases) - ended:  # SGLang ends an abort while it loads weights
+            reports += self._taken(self._engine.step(), late)
         for number in carried:
             if number in self._leases:
                 self._submit(self._leases[number])

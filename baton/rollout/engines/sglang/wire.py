@@ -120,7 +120,10 @@ async def read_json(stream: StreamReader, longest: int) -> Any:
         found += piece
         if len(found) > longest:
             raise ValueError(f"the response has more than {longest} bytes")
-    return msgspec.json.decode(found) if found.strip() else None
+    try:
+        return msgspec.json.decode(found) if found.strip() else None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"the response is not JSON: {error}") from error
 
 
 async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[GeneratedTokens]:
