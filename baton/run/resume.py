@@ -63,7 +63,8 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
     """Return a recipe in which the names of models and datasets on the Hugging Face hub include a commit, as in
     `owner/name@commit`. A name that states a revision is not changed.
 
-    `recorded`: resolved recipe of the run to resume, whose commits are used. Downloads the model if it is not in the
+    `recorded`: resolved recipe of the run to resume, whose commits are used, and whose checkpoint if `model.path` is
+    another checkpoint of the same run. Downloads the model if it is not in the
     cache. Raises UserError if a model or dataset cannot be found.
     """
 

@@ -70,7 +70,7 @@ class Nodes:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's spelling. With Ray's default, 15, other tests take the cores
         self.before = in_memory()
-        # the autoscaler's and the logs' monitors, which Baton does not use, take as much of a processor as a node
+        # without the processes that monitor the autoscaler and the logs, which Baton does not use
         spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         head = {**spared, "_system_config": NOTICED_SOON, **_size(num_cpus=1)}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from baton.cluster.placement import change, place
 from baton.cluster.replanning import Replanner, workload_of
 from baton.errors import UserError
 from baton.planner.instance import Inputs
+from baton.planner.replan import ReplanOption, replan
 from baton.planner.solve import make_plan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -66,6 +69,26 @@ def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path:
     made = change(now, answer.workers)
     assert "l1" in {post.machine for post in made.begun}
     assert not {post.name for post in made.begun} & {post.name for post in now}
+
+
+def test_a_plan_with_another_shape_of_the_trainer_is_not_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPUs are the same, but the trainer continues with the old shape, so the new plan's times would be wrong."""
+    of, before = recipe(tmp_path), yard("h0", "l0")
+    plan = planned(before, of)
+
+    def reshaped(option: ReplanOption) -> ReplanOption:
+        training = msgspec.structs.replace(option.plan.training, shard_size=option.plan.training.shard_size + 1)
+        return msgspec.structs.replace(option, plan=msgspec.structs.replace(option.plan, training=training))
+
+    def replanned(*given: Any, **named: Any) -> Any:
+        return SimpleNamespace(options=tuple(map(reshaped, replan(*given, **named).options)))
+
+    monkeypatch.setattr("baton.cluster.replanning.replan", replanned)
+    answer = Replanner(of, plan).replan_workers(yard("h0", "l0", "l1"))
+    assert answer.workers is None
+    assert answer.words == "no new plan keeps the trainer as it is: the current workers continue"
 
 
 def test_the_reward_model_stays_on_the_gpus_that_are_left(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -26,7 +27,7 @@ from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
 from baton.rollout.engines.sglang import client
 from baton.rollout.engines.sglang.engine import SglangEngine
-from baton.rollout.engines.sglang.wire import load_of
+from baton.rollout.engines.sglang.wire import load_of, read_json
 from baton.types import FinishReason, Lease, PolicyVersion, Report, Retry, Trajectory
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
@@ -446,3 +447,13 @@ def test_the_load_is_read_from_what_older_and_newer_servers_say(answer: Any, cou
 def test_a_load_that_cannot_be_read_is_never_taken_for_zero(answer: Any) -> None:
     with pytest.raises(EngineFault, match="as its load"):
         load_of(answer)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[" * 100_000])
+def test_a_response_that_is_not_json_is_a_value_error_as_every_caller_expects(body: bytes) -> None:
+    class Stream:
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            yield body
+
+    with pytest.raises(ValueError, match="the response is not JSON"):
+        asyncio.run(read_json(Stream(), 2**20))  # type: ignore[arg-type]
