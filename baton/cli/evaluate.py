@@ -33,7 +33,7 @@ def evaluate(
             "-k",
             "--samples",
             min=1,
-            help="Responses per prompt (k of pass@k); default: the test set's number, or eval.samples.",
+            help="Responses per prompt (k of pass@k); default: the number that the test set states, or 1.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,

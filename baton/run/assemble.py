@@ -475,6 +475,7 @@ def evaluate_model(
     *,
     num_prompts: int | None = None,
     samples: int | None = None,
+    default_samples: int = 1,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -483,7 +484,7 @@ def evaluate_model(
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
     `samples`: number of responses to each prompt; the default is the recipe's number for the test set, or
-    `eval.samples`. `write_to`: file for the responses, one JSON object per line.
+    `default_samples` if the recipe states no number. `write_to`: file for the responses, one JSON object per line.
 
     `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
     shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
@@ -515,7 +516,13 @@ def evaluate_model(
         recipe = recipe.model_copy(update={"reward": kept})
     sampling = SamplingParams(0, temperature, top_p, top_k)
     return evaluate_recipe(
-        recipe, str(model_path), sampling, num_prompts=num_prompts, samples=samples, write_to=write_to
+        recipe,
+        str(model_path),
+        sampling,
+        num_prompts=num_prompts,
+        samples=samples,
+        default_samples=default_samples,
+        write_to=write_to,
     )
 
 
@@ -526,13 +533,18 @@ def evaluate_recipe(
     *,
     num_prompts: int | None = None,
     samples: int | None = None,
+    default_samples: int = 1,
     write_to: Path | None = None,
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k."""
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
     wanted = num_prompts or recipe.eval.num_prompts
-    with open_evaluator(recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None)) as evaluator:
+
+    def chosen(mixture: TaskMixture) -> Sequence[Prompt]:
+        return mixture.held_out(wanted, or_fewer=num_prompts is None)
+
+    with open_evaluator(recipe, model_path, chosen, default_samples) as evaluator:
         results, groups = evaluator.evaluate(sampling, version=EVAL.number, samples=samples)
     if write_to is not None:
         write_responses(write_to, evaluator.encoder.tokenizer, groups)
@@ -546,10 +558,13 @@ EVAL = PolicyVersion("eval", 0)
 
 @contextmanager
 def open_evaluator(
-    recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
+    recipe: TaskRecipe | Recipe,
+    model_path: str,
+    choose: Callable[[TaskMixture], Sequence[Prompt]],
+    default_samples: int = 1,
 ) -> Iterator[Evaluator]:
     """Load a model for evaluation only, as version `EVAL`, and open the tasks and scorers of a recipe. `choose` selects
-    the prompts."""
+    the prompts. default_samples: number of responses to each prompt whose test set states no number."""
     set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
@@ -567,5 +582,4 @@ def open_evaluator(
         timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
         worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
         with judge, closing(episodes) if episodes is not None else nullcontext():
-            rollout = EvalRollout(worker, episodes)
-            yield Evaluator(prompts, encoder, judge, rollout, recipe.eval.samples, mixture.samples)
+            yield Evaluator(prompts, encoder, judge, EvalRollout(worker, episodes), default_samples, mixture.samples)

@@ -118,7 +118,9 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
     results: list[Evaluation] = []
     if is_evaluated:
         for temperature in (recipe.eval.temperature, *((0.0,) if recipe.eval.greedy else ())):
-            results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
+            results += evaluate_model(
+                output, run.path / "recipe.toml", temperature=temperature, default_samples=recipe.eval.samples
+            )
     report = WarmStartReport(
         str(output),
         sum(p.numel() for p in model.parameters()),
