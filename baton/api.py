@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,8 +90,9 @@ def train(
 
     Raises UserError (a ValueError) for invalid arguments or data, before the run's directory is created.
     """
-    default = f"{Path(model).name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-    run = {"name": name or default, "steps": steps, "seed": seed}
+    of = Path(model).resolve().name if Path(model).is_dir() else str(model).rpartition("/")[2].partition("@")[0]
+    plain = re.sub("[^A-Za-z0-9._-]+", "-", of).lstrip("._-") or "run"
+    run = {"name": name or f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}", "steps": steps, "seed": seed}
     tree = _tree(run, model, data, reward, answer_format, algorithm, config, eval_data, environment, tools)
     return TrainableRecipe.of(tree, "train").train(callbacks=callbacks)
 
@@ -251,6 +253,8 @@ class TrainableRecipe(Recipe):
         try:
             report = execute(start, stop, out, self, callbacks)
         except Stopped:
+            if stop.signal == signal.SIGTERM:
+                sys.exit(128 + signal.SIGTERM)
             raise KeyboardInterrupt("stopped before the first train step") from None
         print_report(out, report)
         run = Run(path)

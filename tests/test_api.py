@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -263,6 +264,18 @@ def test_the_stub_declares_the_public_names_and_the_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
         baton.tran  # noqa: B018
+
+
+@pytest.mark.parametrize(("model", "expected"), [("my model@v1", "my-model-v1-"), ("_", "run-")])
+def test_a_run_is_named_after_any_model(small: Any, tmp_path: Path, model: str, expected: str) -> None:
+    shutil.copytree(small.model, tmp_path / model)
+    run = baton.train(tmp_path / model, QUESTIONS, evenness, steps=1, config=CONFIG)
+    assert run.path.name.startswith(expected)
+
+
+def test_several_greedy_samples_are_refused(small: Any) -> None:
+    with pytest.raises(UserError, match="samples: got 4 at temperature 0, but all greedy responses"):
+        baton.evaluate(small.model, QUESTIONS, evenness, samples=4, config=CONFIG)
 
 
 def test_the_command_eval_leaves_out_a_function_of_another_process(

@@ -137,7 +137,7 @@ def _run(start: Start, recipe: Recipe, as_json: bool) -> None:
         report = execute(start, stop, console, recipe)
     except Stopped:
         console.print("stopped before the first step; to start again, add --resume to the same command")
-        raise typer.Exit(_exit_code(stop)) from None
+        raise typer.Exit(128 + (stop.signal or signal.SIGINT)) from None
     if as_json:
         print_json(report)
     else:

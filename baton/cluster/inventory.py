@@ -65,17 +65,23 @@ def machines(
     """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
     types: names of GPU types that are known in addition to the catalogue. known: node id → name that was assigned to
-    the machine before. A machine without an assigned name gets its host name; if several machines have this host name,
-    the start of the node id is appended.
+    the machine before. A machine that joins again has a new node id; it gets its earlier name, found by its host name.
+    A machine without an assigned name gets its host name; if several machines have this host name, the start of the
+    node id is appended.
     """
+    rows, given = list(rows), known or {}
     alive = [row for row in rows if row["Alive"]]
-    given = known or {}
     taken = Counter(_plain(row["NodeManagerHostname"]) for row in alive)
     taken.update(given[row["NodeID"]] for row in alive if row["NodeID"] in given)
+    left = {
+        _plain(row["NodeManagerHostname"]): name
+        for row in rows
+        if not row["Alive"] and (name := given.get(row["NodeID"])) is not None and not taken[name]
+    }
     found = []
     for row in alive:
         own = _plain(row["NodeManagerHostname"])
-        name = given.get(row["NodeID"]) or (own if taken[own] == 1 else f"{own}-{row['NodeID'][:8]}")
+        name = given.get(row["NodeID"]) or (left.get(own, own) if taken[own] == 1 else f"{own}-{row['NodeID'][:8]}")
         found.append(_machine(row, name, {*catalogue(), *types}))
     return tuple(sorted(found, key=lambda machine: machine.name))
 

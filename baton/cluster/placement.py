@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # it imports aiohttp
     from baton.rollout.engines.sglang.wire import ServerInfo
 
 Role = Literal["rank", "worker", "reward"]
-MIN_SLOTS = 8
-"""Minimum number of slots of a worker (`baton worker --slots`)."""
+SLOT_MULTIPLE = 8
+"""The number of slots of a worker is a positive multiple of this number (`engine.slots`)."""
 
 
 class ProcessPart(msgspec.Struct, frozen=True):
@@ -272,7 +272,8 @@ def _workers(
     plan: Plan, machines: Mapping[str, Machine], first: int, owners: Mapping[str, int]
 ) -> tuple[ProcessSpec, ...]:
     """owners: for each GPU that a worker shares with a rank, the GPU's id and the rank's number."""
-    slots = [max(MIN_SLOTS, replica.batch) for replica in plan.replicas]
+    # rounded down, because a larger batch might not fit into memory
+    slots = [max(1, replica.batch // SLOT_MULTIPLE) * SLOT_MULTIPLE for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
     mean = sum(rates) / max(1, len(rates)) or 1.0
     specs = []

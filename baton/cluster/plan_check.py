@@ -53,6 +53,9 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[Diffe
     ]
     if recipe.rollout.is_colocated and not plan.is_colocated:
         pairs.append(("rollout.placement", "colocated", "separate", True))
+    size, own_shards = recipe.trainer.shard_size, plan.training.shard_size
+    if size is not None and not own_shards:  # otherwise the plan's value replaces the recipe's
+        pairs.append(("trainer.shard_size", size, "no copies of the trainer's state", True))
     if most := planned.microbatch_tokens:  # with fewer tokens than planned, the memory suffices
         own_most = work.microbatch_tokens
         is_larger = own_most > most and _is_far(own_most, most)

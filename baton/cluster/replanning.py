@@ -31,6 +31,8 @@ from baton.specs.workload import LengthSettings, Workload
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
 """A plan that moves fewer GPUs is preferred if its step time exceeds the shortest by at most this fraction."""
+MEASURED_STEPS = 50
+"""Number of recorded steps from which a new plan takes the lengths. A replan must not take longer as a run grows."""
 NO_SERVERS = "engine.sglang.urls has no servers for other replicas"
 
 
@@ -77,8 +79,7 @@ class Replanner:
             return ReplanResult(None, f"{NO_SERVERS}: the current workers continue")
         try:
             options = self._options(machines)
-            shape = _shape(self.plan.training)
-            kept = [option for option in options if _shape(option.plan.training) == shape]
+            kept = [each for option in options if (each := with_trainer(option, self.plan.training)) is not None]
             if not kept:
                 return ReplanResult(None, "no new plan keeps the trainer as it is: the current workers continue")
             chosen = least_moves(kept, SLACK)
@@ -116,6 +117,9 @@ class Replanner:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
         described = describe(machines, name=self.plan.cluster, base=self._base, with_cpus=CPU in types)
         recipe, cluster, work, reward = self.recipe, described.settings.build(), workload_of(self.recipe), None
+        if recipe.fleet.workload is None:  # engine.slots is not the limit of a plan's replicas
+            most = max(work.max_batch, *(replica.batch for replica in self.plan.replicas))
+            work = msgspec.structs.replace(work, max_batch=most)
         if self.plan.reward is not None:  # the reward model stays where it is
             cluster, reward = beside(cluster, self.plan.reward, {machine.name for machine in machines})
             work = msgspec.structs.replace(work, reward_model=None, **reward.timing)
@@ -138,10 +142,24 @@ class Replanner:
         return replan(inputs, self.plan, reward, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
 
 
+def with_trainer(option: ReplanOption, running: Training) -> ReplanOption | None:
+    """Return the option with the GPUs of the running trainer in their present order; None if the option changes what
+    cannot change while the trainer runs: its GPUs and how they split the model and the rows. A new plan may list equal
+    GPUs in another order, for example because a machine's place in the cluster has changed."""
+    training = option.plan.training
+    if _shape(training) != _shape(running):
+        return None
+    stages = tuple(
+        msgspec.structs.replace(new, gpu_ids=old.gpu_ids)
+        for new, old in zip(training.stages, running.stages, strict=True)
+    )
+    plan = msgspec.structs.replace(option.plan, training=msgspec.structs.replace(training, stages=stages))
+    return msgspec.structs.replace(option, plan=plan)
+
+
 def _shape(training: Training) -> tuple[object, ...]:
-    """Return what cannot change while the trainer runs: its GPUs and how they split the model and the rows."""
-    stages = [(stage.gpu, stage.gpu_ids, stage.tp, stage.dp, stage.layers) for stage in training.stages]
-    return stages, training.shard_gradients, training.shard_size, training.is_mixed
+    stages = [(stage.gpu, len(stage.gpu_ids), stage.tp, stage.dp, stage.layers) for stage in training.stages]
+    return sorted(training.gpu_ids), stages, training.shard_gradients, training.shard_size, training.is_mixed
 
 
 def workload_of(recipe: Recipe) -> Workload:
@@ -150,7 +168,7 @@ def workload_of(recipe: Recipe) -> Workload:
     if recipe.fleet.workload is not None:
         return read_workload(Path(recipe.fleet.workload))
     try:
-        return workload_of_run(recipe.run.path)
+        return workload_of_run(recipe.run.path, MEASURED_STEPS)
     except UserError:  # the run has no records yet, or has a multi-turn task
         longest, room = recipe.rollout.max_new_tokens, recipe.engine.max_context_tokens
         return msgspec.structs.replace(

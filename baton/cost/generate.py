@@ -31,6 +31,12 @@ class costs about 30 µs per layer. In this time, attention can read `CLASS_VALU
 number of elements of the values."""
 
 
+MIN_SLOTS = 8
+"""Minimum number of slots of an embedded engine, which allocates them in advance."""
+KEPT_CONTEXTS = 8
+"""Number of contexts that an embedded engine caches in addition to its slots, as in `cost.memory.engine_terms`."""
+
+
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
     """GPUs of one type and their links."""
 
@@ -103,14 +109,30 @@ def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, 
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
 
+def cache_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], batch: int) -> float:
+    """Return the bytes of KV cache of a replica that generates `batch` trajectories at once, on the GPU with the
+    largest part of this cache. A paged cache also has room for one trajectory of maximum length."""
+    if work.engine_context_tokens:
+        tokens = max(work.engine_context_tokens, work.longest_tokens)
+        return (max(MIN_SLOTS, batch) + KEPT_CONTEXTS) * context_bytes(model, work, tp, layers, tokens)
+    mean, longest = (
+        context_bytes(model, work, tp, layers, tokens) for tokens in (work.live_context_tokens, work.longest_tokens)
+    )
+    return max(batch * mean, longest)
+
+
 def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int) -> int:
-    """Return the largest batch that fits into memory; 0 if the longest trajectory does not fit."""
+    """Return the largest batch that fits into memory; 0 if no batch fits."""
     layers = replica_layers(model, pp)
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
-    if room < context_bytes(model, work, tp, layers, work.longest_tokens):
-        return 0
-    each = context_bytes(model, work, tp, layers, work.engine_context_tokens or work.live_context_tokens)
-    return max(1, min(int(room / each), work.max_batch, work.num_trajectories))
+    most, least = min(work.max_batch, work.num_trajectories), 0
+    while least < most:  # the memory grows with the batch
+        middle = (least + most + 1) // 2
+        if cache_bytes(model, work, tp, layers, middle) <= room:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def decode_s(
@@ -172,11 +194,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
         pause = efficiency.prefill_overhead_s + batch * live
     else:
         pause = 0.0
-    per_slot = work.engine_context_tokens or work.live_context_tokens
-    used = weights + max(
-        batch * context_bytes(model, work, tp, layers, per_slot),
-        context_bytes(model, work, tp, layers, work.longest_tokens),
-    )
+    used = weights + cache_bytes(model, work, tp, layers, batch)
     return ReplicaCost(tp, pp, layers, batch, efficiency.rollout / per_token, pause, used)
 
 

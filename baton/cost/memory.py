@@ -226,7 +226,8 @@ def rank_phases(
     saved, gradients = block_token_bytes(model, how)
     waits = residual * model.hidden if how.recomputes else saved
     later = Term("activations", 0.0, tokens * waits * (in_flight - 1.0))  # of other microbatches
-    kept = Term("activations", last * tokens * 4 * residual * model.hidden, tokens * waits * in_flight)
+    num_bodies = 1.0 + how.has_critic  # one backward pass goes through the policy and the critic
+    kept = Term("activations", last * tokens * 4 * residual * model.hidden, tokens * waits * in_flight * num_bodies)
     # FSDP gathers embedding and head separately when they are used; tied weights stay gathered
     tied = is_sharded * model.is_tied * first * last
     apart = is_sharded - tied
@@ -238,7 +239,9 @@ def rank_phases(
     pieces = Term("logits", last * (logits * (LOGIT_BYTES if wide == 2 else 8.0) + float32_factor))
     # autocast keeps a copy of each float32 weight until the forward pass ends
     cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
-    copies = Term("copies in bfloat16", last * cast * head, cast * layer * (trains_all or not how.recomputes))
+    of_critic = (1 - is_sharded) * (2.0 if wide == 2 and how.has_critic else 0.0)
+    of_layer = cast * (trains_all or not how.recomputes) + of_critic
+    copies = Term("copies in bfloat16", last * cast * head, of_layer * layer)
     of_forward = Term("gathered head", apart * last * 2 * wide * head)  # and its receive buffer
 
     product = 0.0 if how.on_cpu or wide == 4 else 4.0 * min(PRODUCT_ROWS, model.vocab) * model.hidden
@@ -285,10 +288,10 @@ def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple
     critic = (first * model.embedding_params / _table_split(how) + model.other_params, layer)
     whole = np.where((shards > 1) & how.whole_gradients, 1.0, shards)
 
+    policy = (np.asarray(0.0), how.adapter_params / model.num_layers) if how.adapter_params else (others, layer)
+    models = [policy, *([critic] if how.has_critic else [])]
+
     def held(name: str, num_bytes: float, ranks: Array) -> Term:
-        if how.adapter_params:
-            return Term(name, 0.0, num_bytes * how.adapter_params / model.num_layers / ranks)
-        models = [(others, layer), *([critic] if how.has_critic else [])]
         return Term(name, *(num_bytes * sum(part) / ranks for part in zip(*models, strict=True)))
 
     found = [held("weights", WEIGHT_BYTES, shards), held("gradients", GRADIENT_BYTES, whole)]

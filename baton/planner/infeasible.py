@@ -9,7 +9,7 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from baton.cost.generate import context_bytes, replica_layers, weight_bytes
+from baton.cost.generate import KEPT_CONTEXTS, MIN_SLOTS, cache_bytes, replica_layers, weight_bytes
 from baton.cost.memory import rank_phases, stage_bytes
 from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.errors import UserError
@@ -29,15 +29,17 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
         for tp, pp in product(tensor_widths(model, pool), REPLICA_STAGES):
             if tp * pp <= max(pool.sizes) and pp <= model.num_layers:
                 layers = replica_layers(model, pp)
-                context = context_bytes(model, work, tp, layers, work.longest_tokens)
-                needs.append((weight_bytes(model, work, tp, layers) + context, tp, pp))
+                needs.append((weight_bytes(model, work, tp, layers) + cache_bytes(model, work, tp, layers, 1), tp, pp))
         least, tp, pp = min(needs)
         limit = pool.place.memory_limit_bytes
         lines.append(
             f"{pool.name}: {least / GB:.3g} GB needed with tp = {tp}, pp = {pp}, {limit / GB:.3g} GB available"
         )
+    cache = f"one trajectory of {work.longest_tokens:,.0f} tokens"
+    if work.engine_context_tokens:
+        cache = f"a KV cache of {MIN_SLOTS + KEPT_CONTEXTS} × {work.engine_context_tokens:,} tokens"
     raise UserError(
-        f"infeasible: rollout memory. {model.name} with one trajectory of {work.longest_tokens:,.0f} tokens fits on no "
+        f"infeasible: rollout memory. {model.name} with {cache} fits on no "
         f"GPU type in any replica shape ({'; '.join(lines)}). Shorter responses or GPUs with more memory would help"
     )
 

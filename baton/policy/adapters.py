@@ -7,7 +7,7 @@ already multiplied by the scale (alpha / rank), so an engine computes W = W_0 + 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.peft_utils import check_peft_version
 
 from baton.errors import Damaged, EngineFault, UserError, first_line
@@ -36,11 +37,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 
     The adapters are float32 even if the model has another dtype. They are initialised on the CPU, and get values even
     if the model is on the meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets`
-    matches no layer.
+    matches no layer, a layer that is not linear, or a head that is tied to the embedding.
     """
     _check_peft()
     from peft import LoraConfig
 
+    if settings.targets != "all-linear":
+        _check_targets(model, settings.targets)
     path = str(model.name_or_path)
     is_local = Path(path).is_dir()
     name, _, revision = path.partition("@")
@@ -54,16 +57,35 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         task_type="CAUSAL_LM",
         revision=None if is_local else revision or None,
     )
-    try:
-        # `_create_values` replaces these adapters, because PEFT casts them to the dtype of their layer's weight.
-        with torch.device("meta"):
-            model.add_adapter(config, _NAME)
-    except ValueError as error:
-        raise UserError(f"lora.targets: got {settings.targets!r}: {error}") from error
+    # `_create_values` replaces these adapters, because PEFT casts them to the dtype of their layer's weight.
+    with torch.device("meta"):
+        model.add_adapter(config, _NAME)
     _create_values(model, seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     model.eval()  # type: ignore[no-untyped-call]
+
+
+def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raise UserError for a target with which PEFT would train no layer, or other layers than the engines."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    for target in targets:
+        found = [part for name, part in model.named_modules() if f".{name}".endswith(f".{target}")]
+        what = f"lora.targets: got {target!r}, which"
+        if not found and not any(f".{name}.".find(f".{target}.") >= 0 for name in all_tensors(model)):  # of all stages
+            raise UserError(
+                f"{what} matches no layer of {type(model).__name__}; its linear layers are "
+                f"{', '.join(_linear_layers(model))}"
+            )
+        if not all(isinstance(part, torch.nn.Linear | Conv1D) for part in found):
+            raise UserError(
+                f"{what} matches a layer that is not linear; allowed are {', '.join(_linear_layers(model))}"
+            )
+        if head in found and head.weight is getattr(embedding, "weight", None):
+            raise UserError(
+                f"{what} is the head, but {type(model).__name__} uses the same weights as embedding, which the adapter "
+                f"would change too; allowed are {', '.join(_linear_layers(model))}"
+            )
 
 
 def _create_values(model: PreTrainedModel, seed: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from pydantic import BaseModel
 
-from baton.errors import UserError
+from baton.errors import Damaged, UserError
 from baton.policy.settings import dtype_on
 from baton.recipe.changes import with_current_keys
 from baton.recipe.load import load_recipe
@@ -18,6 +19,7 @@ from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.workload import Workload, WorkloadSettings, constant, measured
+from baton.types import Trajectory
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -41,8 +43,8 @@ def read_workload(path: Path) -> Workload:
 def recipe_workload(recipe: Recipe, gpu: str = "") -> Workload:
     """Return the workload of a recipe. A recipe does not determine prompt and response lengths, so all lengths in this
     workload are one token. `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training
-    do not overlap. `gpu`: GPU type of the engines, which determines the dtype for `engine.dtype = "auto"`; "" stands
-    for any GPU, and "CPU" for a CPU."""
+    do not overlap. Only the embedded engine allocates its KV cache per slot in advance. `gpu`: GPU type of the engines,
+    which determines the dtype for `engine.dtype = "auto"`; "" stands for any GPU, and "CPU" for a CPU."""
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
     width = 4.0 if dtype_on("cpu" if gpu == "CPU" else "cuda", recipe.engine.dtype) == "float32" else 2.0
     return Workload(
@@ -67,16 +69,17 @@ def recipe_workload(recipe: Recipe, gpu: str = "") -> Workload:
         weight_bytes=width,
         kv_bytes=width,
         max_batch=recipe.engine.slots,
-        engine_context_tokens=recipe.engine.max_context_tokens,
+        engine_context_tokens=recipe.engine.max_context_tokens if recipe.engine.kind == "embedded" else 0,
         max_output_tokens=recipe.rollout.max_new_tokens,
     )
 
 
-def workload_of_run(path: Path) -> Workload:
+def workload_of_run(path: Path, last_steps: int | None = None) -> Workload:
     """Return the workload of a run: measured values if the run has recorded them, otherwise values of its recipe.
 
-    The measured values are the lengths of all recorded trajectories, the reward latency, and the share of groups whose
-    rewards are not all equal.
+    The measured values are the lengths of the recorded trajectories, the reward latency, and the share of groups whose
+    rewards are not all equal. `last_steps`: use the trajectories of this number of steps, the latest whose files are
+    not damaged; None uses all steps. Raises Damaged if `last_steps` is None and a file is damaged.
     """
     run = RunDirectory.open(path)
     recipe = Recipe.model_validate(with_current_keys(run.recipe()))
@@ -85,9 +88,7 @@ def workload_of_run(path: Path) -> Workload:
             f"{path}: task {recipe.multi_turn_task!r} is multi-turn, but a workload describes single-turn responses; "
             "give a workload file with the lengths that you expect"
         )
-    steps = run.recorded_steps()
-    trajectories = (m.trajectory for step in steps for group in run.groups(step) for m in group.members)
-    lengths = [(len(t.prompt_ids), max(1, t.num_tokens)) for t in trajectories]
+    lengths = [(len(t.prompt_ids), max(1, t.num_tokens)) for t in _trajectories(run, last_steps)]
     if not lengths:
         raise UserError(f"{path} has no recorded trajectories, so their lengths cannot be measured")
     prompts, outputs = zip(*lengths, strict=True)
@@ -102,6 +103,22 @@ def workload_of_run(path: Path) -> Workload:
         reward_latency_s=statistics.median(judged) if judged else 0.0,
         reward_concurrency=1_000_000,
     )
+
+
+def _trajectories(run: RunDirectory, last_steps: int | None) -> Iterator[Trajectory]:
+    """Read the trajectories for `workload_of_run`, the latest steps first."""
+    num_read = 0
+    for step in reversed(run.recorded_steps()):
+        if num_read == last_steps:
+            return
+        try:
+            groups = run.groups(step)
+        except Damaged:
+            if last_steps is None:
+                raise
+            continue
+        num_read += 1
+        yield from (member.trajectory for group in groups for member in group.members)
 
 
 def read_settings(kind: type[Kind], path: Path) -> Kind:

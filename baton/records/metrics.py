@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,6 +24,8 @@ from baton.settings import Settings
 
 logger = logging.getLogger(__name__)
 ROWS = "metrics.jsonl"
+WANDB_ID = "wandb_id"
+"""File with the run's id at Weights & Biases."""
 
 
 class LogSettings(Settings):
@@ -65,10 +66,11 @@ class MetricsWriter:
         resume_step: int = 0,
         log: LogSettings | None = None,
         before_write: Callable[[], None] = lambda: None,
+        wandb: WeightsAndBiases | None = None,
     ) -> None:
         """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`. `before_write`:
-        called before each write; raises if another process has taken over the directory. Raises UserError if Weights &
-        Biases is configured but cannot start."""
+        called before each write; raises if another process has taken over the directory. `wandb`: from
+        `start_wandb`."""
         self._directory, self._before_write = directory, before_write
         log = log or LogSettings()
         kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
@@ -76,8 +78,9 @@ class MetricsWriter:
         self._sinks: list[TensorBoard | WeightsAndBiases] = []
         if "tensorboard" in log.loggers:
             self._sinks.append(TensorBoard(directory, resume_step))
-        if log.wandb_project is not None:
-            self._sinks.append(WeightsAndBiases(directory, log.wandb_project))
+        if wandb is not None:
+            self._sinks.append(wandb)
+            write_whole(directory / WANDB_ID, wandb.id.encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append metrics of one step as a row. A step may have several rows."""
@@ -131,18 +134,17 @@ class WeightsAndBiases:
     is resumed. If a write fails, the failure is logged once, and Baton's run continues without Weights & Biases,
     because metrics.jsonl has all metrics."""
 
-    def __init__(self, directory: Path, project: str) -> None:
-        """Start a run at Weights & Biases with the recipe in `directory`. Raises UserError if this fails."""
-        wandb = importlib.import_module("wandb")
-        recipe = directory / "recipe.toml"
+    def __init__(self, directory: Path, project: str, run_id: str, recipe: Mapping[str, Any]) -> None:
+        """Start or continue the run `run_id` at Weights & Biases. Raises UserError if this fails."""
+        wandb, self.id, self._is_closed = importlib.import_module("wandb"), run_id, False
         try:
             self._run = wandb.init(
                 project=project,
                 name=directory.name,
-                id=_wandb_id(directory),
+                id=run_id,
                 resume="allow",
                 dir=str(directory),
-                config=tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe.exists() else None,
+                config=recipe,
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.errors.Error as error:
@@ -159,7 +161,10 @@ class WeightsAndBiases:
         self._attempt(f"from step {step} on", lambda: self._run.log({"step": step, **values}))
 
     def close(self) -> None:
-        self._attempt("at the end", self._run.finish)
+        """End the run at Weights & Biases. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._attempt("at the end", self._run.finish)
 
     def _attempt(self, when: str, call: Callable[[], None]) -> None:
         if self._is_broken:
@@ -176,12 +181,17 @@ class WeightsAndBiases:
             )
 
 
-def _wandb_id(directory: Path) -> str:
-    """Return the run's id at Weights & Biases. The first start generates the id and stores it in the directory."""
-    file = directory / "wandb_id"
-    if not file.exists():
-        write_whole(file, uuid.uuid4().hex[:12].encode())
-    return file.read_text(encoding="utf-8")
+def start_wandb(
+    directory: Path, log: LogSettings, recipe: Mapping[str, Any], *, is_new: bool
+) -> WeightsAndBiases | None:
+    """Start the run at Weights & Biases; return None if the recipe does not use it. Writes only to the directory
+    `wandb`. Unless the run is new, it continues the run whose id `MetricsWriter` has stored. Raises UserError if
+    Weights & Biases cannot start."""
+    if log.wandb_project is None:
+        return None
+    file = directory / WANDB_ID
+    run_id = uuid.uuid4().hex[:12] if is_new or not file.exists() else file.read_text(encoding="utf-8")
+    return WeightsAndBiases(directory, log.wandb_project, run_id, recipe)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,9 @@ RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "nump
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
 """Kind of recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled and the
 greedy responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed last."""
-_BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
+WANDB = "wandb"
+"""Directory that Weights & Biases creates."""
+_BEFORE_A_RUN = LOCK_FILES | {WANDB, "recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
 _TRAINING_KEYS = ("run.steps", "rollout.batch_groups", "rollout.group_size", "rollout.max_new_tokens", "algorithm.name")
@@ -83,13 +85,16 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, lock: RunLock) -> RunDirectory:
-        """Delete an existing run, and start a new run in the directory. The directory must have passed `check_free`."""
+        """Delete an existing run, and start a new run in the directory. The directory must have passed `check_free`.
+        The files of Weights & Biases stay: it has started already, and may not have uploaded those of the old run."""
         lock.check()
         last = path / "run.json"  # deleted last, because a directory with this file counts as a run
         for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
+            if entry.name in (*LOCK_FILES, WANDB):
+                continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name not in LOCK_FILES:
+            else:
                 entry.unlink()
         return cls(path, lock)
 

@@ -25,16 +25,16 @@ from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.changes import with_current_keys
-from baton.recipe.load import load_recipe
+from baton.recipe.load import load_recipe, parse_recipe
 from baton.recipe.recipe import Recipe, TaskRecipe
 from baton.recipe.shipped import find
 from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
 from baton.records.lease_trace import LeaseTrace
-from baton.records.metrics import MetricsWriter
+from baton.records.metrics import MetricsWriter, start_wandb
 from baton.records.predictions import Predictions, RunPredictions, read_predictions
-from baton.records.run_directory import RunDirectory
+from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
 from baton.records.trace import BEGIN, TraceWriter
 from baton.rewards.functions import PASSED
@@ -269,11 +269,17 @@ def build_loop(
         if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
             port = build_port(recipe, trainer.version, LeaseTrace(trace), trainer, replicas)
             opened.callback(port.close)
+        resolved = without_none(recipe.model_dump(mode="json"))
+        wandb = start_wandb(recipe.run.path, recipe.log, resolved, is_new=place.is_new)
+        if wandb is not None:
+            opened.callback(wandb.close)
         run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
             port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
             opened.callback(port.close)
-        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
+        metrics = MetricsWriter(
+            run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
+        )
         opened.callback(metrics.close)
         journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
         opened.callback(journal.close)
@@ -490,11 +496,6 @@ def evaluate_model(
     shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
     recipe or the checkpoint is missing, or if several greedy samples are requested, because these would be equal.
     """
-    if not temperature and (samples or 1) > 1:
-        raise UserError(
-            f"samples: got {samples} at temperature 0, but all greedy responses to a prompt are equal; use 1 sample, "
-            "or a temperature above 0"
-        )
     path = find(path) if path.parts[:1] == ("models",) else path
     run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
     if recipe_path is None and run is None:
@@ -505,7 +506,10 @@ def evaluate_model(
         if checkpoint is None:
             raise UserError(f"{path} has no complete checkpoint to evaluate")
         model_path = checkpoint
-    recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
+    if recipe_path is None and run is not None:
+        recipe = parse_recipe(TaskRecipe, with_current_keys(RunDirectory(run).recipe()), f"{run}/recipe.toml")
+    else:
+        recipe = load_recipe(TaskRecipe, recipe_path or path / "recipe.toml")
     lost = [r for r in recipe.reward if (r.function or "").startswith("__main__:") and r.function not in PASSED]
     if lost:
         logger.warning(
@@ -536,7 +540,13 @@ def evaluate_recipe(
     default_samples: int = 1,
     write_to: Path | None = None,
 ) -> list[Evaluation]:
-    """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k."""
+    """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k. Raises
+    UserError if several greedy samples are requested."""
+    if not sampling.temperature and (samples or 1) > 1:
+        raise UserError(
+            f"samples: got {samples} at temperature 0, but all greedy responses to a prompt are equal; use 1 sample, "
+            "or a temperature above 0"
+        )
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
     wanted = num_prompts or recipe.eval.num_prompts

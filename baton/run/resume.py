@@ -39,6 +39,8 @@ from baton.trainer.trainer import Trainer
 Kind = TypeVar("Kind", Recipe, WarmStart)
 LOOP_STATE = Path("baton") / "loop.json"
 """Path of the encoded LoopState within a checkpoint."""
+OF_EVALUATIONS = "eval.task", "eval.num_prompts", "eval.temperature", "eval.max_new_tokens"
+"""Keys, and sections, whose change makes accuracies incomparable with those of earlier evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         return ResumePoint(LoopState(), None)
     run = RunDirectory.open(path)
     remove_leftovers(run.checkpoints)  # restores a checkpoint whose replacement was interrupted
-    for warning in compare_for_resume(_recorded(run), without_none(recipe.model_dump(mode="json"))):
+    recorded, resolved = _recorded(run), without_none(recipe.model_dump(mode="json"))
+    for warning in compare_for_resume(recorded, resolved):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
         observer.said("warning: with trainer.compile the last bits may differ from those of an uninterrupted run")
@@ -216,6 +219,8 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
             f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
             f"to continue, resume with a larger run.steps"
         )
+    if any(key.startswith(OF_EVALUATIONS) for key in changes_of(recorded, resolved)):
+        state = msgspec.structs.replace(state, best_accuracy=LoopState().best_accuracy)
     observer.said(f"resuming after step {state.step}, from {checkpoint}")
     return ResumePoint(state, checkpoint, is_new=False)
 

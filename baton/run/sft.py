@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +22,8 @@ from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.recipe import WarmStart
 from baton.records.evaluation import Evaluation
-from baton.records.metrics import MetricsWriter
-from baton.records.run_directory import RunDirectory
+from baton.records.metrics import MetricsWriter, start_wandb
+from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
 from baton.run.assemble import evaluate_model, set_up_torch
 from baton.run.resume import with_revisions
@@ -68,7 +68,11 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     with RunLock.take(recipe.run.path, observer.said) as lock:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-        return _warm_start(with_revisions(recipe), observer, lock)
+        with ExitStack() as ending:
+            report = _warm_start(with_revisions(recipe), observer, lock, ending)
+            ending.pop_all()
+        lock.release("finished")
+        return report
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -83,7 +87,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         )
 
 
-def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
+def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending: ExitStack) -> WarmStartReport:
+    """ending: closed if an error ends the warm start."""
     is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
     if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
         tokenizer = None if recipe.model is None else load_tokenizer(recipe.model.path)
@@ -92,9 +97,14 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
         with closing(tests):
             tests.held_out(recipe.eval.num_prompts, or_fewer=True)
+    resolved = recipe.model_dump(mode="json")
+    wandb = start_wandb(recipe.run.path, recipe.log, without_none(resolved), is_new=True)
+    if wandb is not None:
+        ending.callback(wandb.close)
     run = RunDirectory.create(recipe.run.path, lock)
+    ending.callback(lock.release, "failed")
     threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
-    run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
+    run.write_start(resolved, seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = _parts(recipe)
     losses: list[float] = []
     tokens = 0
@@ -108,7 +118,8 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         metrics.write(step, {"sft/loss": recent, "perf/throughput": speed})
         observer.stepped(step, recent, speed)
 
-    with closing(MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)) as metrics:
+    writer = MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check, wandb=wandb)
+    with closing(writer) as metrics:
         begin = time.perf_counter()
         fine_tune(model, examples, recipe.sft, on_step=on_step)
     output = Path(recipe.output)

@@ -121,6 +121,13 @@ class PlanSource:
         found = ["each engine loads new weights on its own, in the plan's sync time, and the trainer does not wait"]
         if not options.correlation and not options.recorded:
             found.append("lengths within a group are independent; --correlation changes this")
+        rated = [replica for replica in self.plan.replicas if replica.memory_bytes]
+        share = min((self._place(replica).efficiency.rollout for replica in rated), default=1.0)
+        if share < 1:
+            found.append(
+                f"the plan reduces the speed of engines to {share:.0%} for interruptions, unequal load and waiting "
+                "(efficiency.rollout); the simulation only has those that it simulates, so its engines may be faster"
+            )
         return tuple(found)
 
     def _engine(self, index: int, replica: Replica) -> EngineSpec:

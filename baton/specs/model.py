@@ -23,6 +23,11 @@ QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
 HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
 """Model types with a norm for the queries and keys of each head."""
 FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+TIED = {
+    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2"),
+    *("gpt_bigcode", "gpt_neo", "lfm2", "mpt", "opt", "smollm3", "starcoder2", "xglm"),
+}
+"""Families whose configuration in transformers ties the embeddings unless config.json states otherwise."""
 """Model types with four norms in each layer. Other types have two."""
 SYNONYMS = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -168,7 +173,7 @@ def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json")
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=vocab,
-        is_tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"))),
+        is_tied=bool(config.get("tie_word_embeddings", kind in TIED)),
         attention_params=attention,
         ffn_params=ffn,
         active_ffn_params=active,

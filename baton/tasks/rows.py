@@ -11,6 +11,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,8 @@ def _parquet_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
             for batch in table.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}, row {number}", _plain(row)
+                    where = f"{file}, row {number}"
+                    yield where, _plain(what, where, row)
     except (ArrowException, OSError) as error:
         raise UserError(f"{what}: {file} is not a parquet file: {first_line(error)}") from error
 
@@ -103,8 +105,12 @@ def _rows_of(what: str, path: str, found: Dataset | DatasetDict, split: str) -> 
         if split not in found:
             raise UserError(f"{what}: {path} has no split {split!r}; it has {', '.join(sorted(found))}: set split")
         found = found[split]
-    for number, row in enumerate(found.with_format(None), start=1):
-        yield f"{path}, row {number}", _plain(row)
+    try:
+        for number, row in enumerate(found.with_format(None), start=1):
+            where = f"{path}, row {number}"
+            yield where, _plain(what, where, row)
+    except ImportError as error:  # of a package that decodes images or audio
+        raise UserError(f"{what}: {path} has a column that cannot be read: {error}; remove the column") from error
 
 
 def is_hub_name(path: str) -> bool:
@@ -159,10 +165,26 @@ def _hub_builder(what: str, path: str, config: str | None) -> tuple[DatasetBuild
     )
 
 
-def _plain(row: Row) -> Row:
-    """Convert dates, decimals and bytes to text, so that a row can be stored and sent as JSON."""
-    plain: Row = msgspec.to_builtins(row, str_keys=True)
+def _plain(what: str, where: str, row: Row) -> Row:
+    """Convert dates, decimals and bytes to text, so that a row can be stored and sent as JSON. Raises UserError for
+    other values, such as images."""
+    try:
+        plain: Row = msgspec.to_builtins(row, str_keys=True, enc_hook=_time_as_text)
+    except TypeError as error:
+        raise UserError(
+            f"{what}: {where} has a value that is neither text, a number, a date nor bytes: {error}; remove its column"
+        ) from error
     return plain
+
+
+def _time_as_text(value: Any) -> str:
+    """Return times of pandas, which pyarrow gives for nanoseconds, as text. msgspec knows only their base classes."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        seconds: str = msgspec.to_builtins(timedelta(value.days, value.seconds, value.microseconds))
+        return seconds
+    raise TypeError(f"its type is {type(value).__name__}")
 
 
 def _require(what: str, package: str, path: Path) -> None:

@@ -126,6 +126,8 @@ class BehaviorDistance(NamedTuple):
     """Distance between proximal and behavior policy in one or several rows. Each field is a sum over trained tokens,
     unless the field says otherwise."""
 
+    weighed: float = 0.0
+    """Number of tokens that `weight` and `weight_square` cover."""
     weight: float = 0.0
     """π_proximal / π_behavior before truncation."""
     weight_square: float = 0.0
@@ -144,14 +146,16 @@ class BehaviorDistance(NamedTuple):
 
 
 @torch.no_grad()
-def row_distances(inputs: LossInputs, is_current: torch.Tensor) -> torch.Tensor:
-    """Return [B, 7]: the fields of `BehaviorDistance` for each row, and the position in K of the maximum difference.
-    `is_current`: [B, K], True at tokens of the current version."""
+def row_distances(inputs: LossInputs, is_current: torch.Tensor, *, has_start: bool) -> torch.Tensor:
+    """Return [B, 8]: the fields of `BehaviorDistance` for each row, and the position in K of the maximum difference.
+    `is_current`: [B, K], True at tokens of the current version. `has_start`: whether `inputs` has the proximal logprobs
+    of the start of the train step; otherwise, the row has no weights."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
-    raw = torch.where(inputs.mask, weights(inputs), 0.0)
+    is_weighed = inputs.mask & has_start
+    raw = torch.where(is_weighed, weights(inputs), 0.0)
     # For KL(behavior ‖ proximal), `k3` needs x = log π_behavior − log π_proximal, which is −`diff`.
-    sums = [values.sum(-1) for values in (raw, raw.square(), is_current, k3(-diff), diff.abs())]
+    sums = [values.sum(-1) for values in (is_weighed, raw, raw.square(), is_current, k3(-diff), diff.abs())]
     return torch.stack([column.float() for column in (*sums, *diff.abs().max(-1))], -1)
 
 

@@ -25,11 +25,12 @@ class Critic(torch.nn.Module):
     """Submodules whose parameters are gathered in float32, even if other parameters are gathered in bfloat16."""
 
     def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
-        """Create a critic. A separate critic copies the policy's body; a shared critic has only the head."""
+        """Create a critic. A separate critic copies the policy's body, in float32 even if the policy is frozen and has
+        another dtype; a shared critic has only the head."""
         super().__init__()
         self.trunk: PreTrainedModel | None = None
         if is_separate:
-            self.trunk = copy.deepcopy(cast(PreTrainedModel, policy.base_model))
+            self.trunk = copy.deepcopy(cast(PreTrainedModel, policy.base_model)).float()  # type: ignore[no-untyped-call]
         device = None if policy.device.type == "meta" else policy.device  # no model file contains the head
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=device)
         torch.nn.init.zeros_(self.head.weight)

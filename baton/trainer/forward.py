@@ -67,13 +67,13 @@ class ModelInputs:
         compute the last column of `input_ids`."""
         found: list[bytes] = []
         places: list[int] = []
-        start = 0
+        start, packed = 0, self.packed
         for row in self.rows:
             found += row.routing
             first = start + row.prompt_length - 1
             places += range(first, first + len(row.routing))
-            start += self.input_ids.shape[1] - 1 if self.packed is None else len(row.token_ids)
-        return found, places, start if self.packed is not None else self.input_ids[:, 1:].numel()
+            start += self.input_ids.shape[1] - 1 if packed is None else len(row.token_ids)
+        return found, places, (self.input_ids[:, 1:] if packed is None else packed.input_ids).numel()
 
     def sampling_masks(self, vocabulary: int) -> torch.Tensor | None:
         """Return the sampling masks of the tokens to score, or None if the engine reported none.

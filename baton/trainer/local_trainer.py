@@ -22,7 +22,7 @@ from baton.policy.adapters import add_adapters
 from baton.policy.digest import identity_digest
 from baton.policy.head import find_head, set_max_logits
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import compute_in
+from baton.policy.logprobs import checkpoint_activations, compute_in
 from baton.policy.memory import peak_bytes, peak_memory
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
@@ -120,6 +120,8 @@ class LocalTrainer(Trainer):
         if lora is not None:
             add_adapters(model, lora, seed)
         trade_time_and_memory(model, settings)
+        if settings.activation_checkpointing and critic is not None and critic.trunk is not None:
+            checkpoint_activations(critic.trunk)
         if algorithm.kl_coef and reference is None:
             assert lora is not None, "a KL term needs a reference model"
             reference = model

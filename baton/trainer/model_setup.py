@@ -48,8 +48,8 @@ def fit_attention(
     """Select the attention implementation of the policy, a critic's trunk and the reference; return whether rows are
     packed.
 
-    Rows are packed if `trainer.packing` is 'always', or 'auto' on CUDA, and if the policy gives packed and padded rows
-    equal scores. If the scores differ, 'always' raises UserError.
+    Rows are packed if `trainer.packing` is 'always', or 'auto' on CUDA, and if policy and reference each give packed
+    and padded rows equal scores. If the scores differ, 'always' raises UserError.
     """
     dtype = torch_dtype(settings.dtype, model.device)
     if dtype is torch.bfloat16:
@@ -57,16 +57,19 @@ def fit_attention(
     if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
         return False
     prefer_packed_attention(model, trunk, reference)
-    with compute_in(dtype, model.device):
-        has_head = parallel.pipeline.is_last
-        is_sound = parallel.run(model, lambda whole: packs_as_it_pads(whole, has_head=has_head))
-    is_sound = parallel.largest(float(not is_sound)) == 0.0  # on every stage
-    if not is_sound and settings.packing == "always":
-        raise UserError(
-            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score concatenated "
-            "trajectories like separate ones; allowed are 'auto' and 'never'"
-        )
-    return is_sound
+    has_head = parallel.pipeline.is_last
+    for each in (model,) if reference is None or reference is model else (model, reference):
+        with compute_in(dtype, model.device):
+            is_sound = parallel.run(each, lambda whole: packs_as_it_pads(whole, has_head=has_head))
+        if parallel.largest(float(not is_sound)) == 0.0:  # on every stage
+            continue
+        if settings.packing == "always":
+            raise UserError(
+                f"trainer.packing: got 'always', but {type(each).__name__} on {model.device} does not score "
+                "concatenated trajectories like separate ones; allowed are 'auto' and 'never'"
+            )
+        return False
+    return True
 
 
 def fit_sharing(

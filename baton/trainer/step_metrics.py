@@ -103,8 +103,8 @@ class Totals:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step. Losses and gradient norms are means over updates. `policy/ess` is the ratio
-        of Kish's effective sample size, (Σw)² / Σw², to the number of trained tokens. The weights w are π_proximal /
-        π_behavior before any correction truncates them."""
+        of Kish's effective sample size, (Σw)² / Σw², to the number of tokens. The weights w are π_proximal / π_behavior
+        before any correction truncates them."""
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {
             "policy/loss": statistics.fmean(self.losses),
@@ -127,7 +127,7 @@ class Totals:
         if self.has_critic:
             found |= self._value_metrics()
         if distance.weight_square:
-            found["policy/ess"] = distance.weight**2 / (sums.tokens * distance.weight_square)
+            found["policy/ess"] = distance.weight**2 / (distance.weighed * distance.weight_square)
         if distance.current:
             found["policy/mismatch_kl"] = distance.mismatch / distance.current
             found["policy/logprob_diff_mean"] = distance.abs_diff / distance.current

@@ -89,7 +89,7 @@ class Update:
         for each in (one for part in prepared for one in part):
             if (proximal := each.fixed.proximal_logprobs) is not None:
                 is_current = each.micro.policy_versions == self.step - 1
-                rows = row_distances(each.micro.loss_inputs(proximal), is_current)
+                rows = row_distances(each.micro.loss_inputs(proximal), is_current, has_start=True)
                 self.compared.append((each.micro, rows.tolist()))
         self._raise_if_diverged()
 
@@ -206,8 +206,9 @@ class Update:
             )
         num_tokens = micro.num_tokens - micro.inputs.num_repeated
         # An idle microbatch (filler for a rank with fewer rows) counts too, because a forward pass computes its tokens.
-        num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
-        rows = row_distances(inputs, is_current)
+        packed = micro.inputs.packed
+        num_places = (micro.inputs if packed is None else packed).input_ids.numel()
+        rows = row_distances(inputs, is_current, has_start=has_start)
         value, of_rows = self.totals.add(sums, rows, num_tokens=num_tokens, num_places=num_places)
         is_compared = algorithm.num_updates > 1 and each.fixed.proximal_logprobs is not None  # by `compare`
         if not self.totals.grad_norms and not is_compared:

@@ -164,7 +164,13 @@ def name_of(version: PolicyVersion) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a manifest's bytes. Raises WeightsFault for a manifest that `decode_manifest` would refuse."""
     check_manifest(manifest)
-    return msgspec.msgpack.encode(manifest)
+    data = msgspec.msgpack.encode(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise WeightsFault(
+            f"the manifest of version {manifest.version.number} would have {len(data)} bytes, allowed are at most "
+            f"{MAX_MANIFEST_BYTES}: raise weights.chunk_mb, because each chunk has an entry in the manifest"
+        )
+    return data
 
 
 def decode_manifest(data: bytes) -> Manifest:

@@ -11,6 +11,7 @@ from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from plans import plan_of, replica, stage
@@ -25,7 +26,7 @@ from baton.cluster.ray.ranks import RayRanks
 from baton.cluster.ray.replicas import RayReplicas
 from baton.cluster.ray.rewards import RayRewards
 from baton.cluster.ray.run import RayRun, train_on_ray
-from baton.cluster.ray.supervisor import EXIT_S, RayWorkerSupervisor
+from baton.cluster.ray.supervisor import EXIT_S, RayWorkerSupervisor, worker_gpus
 from baton.errors import EngineFault, RankLost
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -68,6 +69,8 @@ class FakeCluster:
         self.reserved: list[str] = []
         """Placement groups that were reserved and not released."""
         self.num_killed = 0
+        self.variables: list[dict[str, str]] = []
+        """Environment variables of each actor."""
 
     def rows(self) -> list[Any]:
         return ROWS
@@ -88,7 +91,8 @@ class FakeCluster:
 
     def options(self, *about: object) -> dict[str, Any]:
         self._on_start()
-        return {}
+        self.variables.append({})
+        return {"runtime_env": {"env_vars": self.variables[-1]}}
 
     def remote(self, cls: type) -> Any:
         return SimpleNamespace(options=lambda **named: SimpleNamespace(remote=self._actor))
@@ -236,6 +240,20 @@ def test_a_replica_whose_actor_cannot_be_created_releases_its_resources() -> Non
         with pytest.raises(RankLost, match=NO_HEAD):
             replicas_on(cluster).build(0, START, DirectTransfer("gloo", is_remote=True))
         assert (cluster.num_killed, cluster.reserved) == (num_actors, [])
+
+
+def test_engines_whose_actors_see_all_gpus_of_a_machine_use_those_of_the_plan() -> None:
+    """Ray restricts an actor to GPUs only if it requests the resource `GPU`, which such machines do not offer."""
+    spec = ProcessSpec("worker-1", "worker", "there", "H100", ("there:2", "there:3"), {"gpu_type_H100": 2.0}, 1, 8)
+    assert worker_gpus(spec, []) == (("CUDA_VISIBLE_DEVICES", 2), ("CUDA_VISIBLE_DEVICES", 3))
+    of_ray = msgspec.structs.replace(spec, resources={"gpu_type_H100": 2.0, "GPU": 2.0})
+    assert worker_gpus(of_ray, []) == worker_gpus(msgspec.structs.replace(spec, gpu="CPU"), []) == ()
+    cluster = FakeCluster({"handle": lambda *_: encode(Done())})
+    for each in (spec, of_ray):
+        direct = DirectTransfer("gloo", versions=SimpleNamespace(sender=SimpleNamespace(join=lambda *_: None)))  # type: ignore[arg-type]
+        replicas = RayReplicas(cluster, [each], lambda: BY_NAME, direct, lambda line: None)  # type: ignore[arg-type]
+        replicas.build(0, START, direct)
+    assert cluster.variables == [{"CUDA_VISIBLE_DEVICES": "2,3"}, {}]
 
 
 def test_a_replica_ends_also_if_its_transfer_of_weights_cannot_be_closed() -> None:

@@ -47,6 +47,18 @@ def test_machines_that_cannot_be_planned_with_are_named_with_a_way_out() -> None
     assert "'FOO' is not in the catalogue" in described.notes[1]
 
 
+def test_a_machine_that_joins_again_has_its_name_in_the_plan() -> None:
+    """After a restart, its node id is new, but not its host name."""
+    old, other = row("ip-7", node="x", CPU=2), row("ip-8", node="y", CPU=2)
+    known = {old["NodeID"]: "h800-0", other["NodeID"]: "h800-1"}
+    rows = [{**old, "Alive": False}, other, row("ip-7", node="z", CPU=2), row("ip-9", node="w", CPU=2)]
+    assert [m.name for m in machines(rows, known=known)] == ["h800-0", "h800-1", "ip-9"]
+    twice = [*rows, row("ip-7", node="v", CPU=2)]  # two machines of this host name: neither is known to be the one
+    assert not any(m.name == "h800-0" for m in machines(twice, known=known))
+    moved = {**known, rows[3]["NodeID"]: "h800-0"}  # the name was assigned to another machine meanwhile
+    assert [m.name for m in machines(rows, known=moved)] == ["h800-0", "h800-1", "ip-7"]
+
+
 def test_machines_of_one_name_are_told_apart_and_keep_the_name_they_were_given() -> None:
     rows = [row("vm", node="x", CPU=2), row("vm", node="y", CPU=2), row("other", CPU=1)]
     found = machines(rows)

@@ -273,6 +273,8 @@ def test_no_machine_is_asked_for_more_than_it_has(world: tuple[object, tuple[obj
             assert amount <= has[resource] + 1e-9
     gpus = [gpu for post in posts for gpu in post.gpu_ids]
     assert sorted(gpus) == sorted({*plan.training.gpu_ids, *(g for r in plan.replicas for g in r.gpu_ids)})  # type: ignore[attr-defined]
+    for worker in placed.workers:
+        assert EngineSettings(slots=worker.slots).slots <= max(8, *(replica.batch for replica in plan.replicas))  # type: ignore[attr-defined]
     if placed.workers:
         assert sum(p.weight for p in placed.workers) / len(placed.workers) == pytest.approx(1, abs=2e-3)
 

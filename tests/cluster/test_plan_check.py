@@ -75,6 +75,7 @@ def test_a_plan_made_for_the_recipe_is_used_without_a_word() -> None:
         ({}, ('rollout.mode="async"',), "max_staleness: got 4, the plan has 0"),
         ({}, ("algorithm.kl_coef=0.01",), "a reference model: got True, the plan has False"),
         ({}, ("trainer.max_tokens_per_microbatch=4096",), "max_tokens_per_microbatch: got 4096, the plan has 2048"),
+        ({}, ("trainer.ranks=4", "trainer.shard_size=2"), "trainer.shard_size: got 2, the plan has no copies"),
         ({"recompute": True}, (), "trainer.activation_checkpointing: got False, the plan has True"),
     ],
 )

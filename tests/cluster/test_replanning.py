@@ -13,17 +13,20 @@ from ray_rows import row
 
 from baton.cluster.inventory import Machine, describe, machines
 from baton.cluster.placement import change, place
-from baton.cluster.replanning import Replanner, workload_of
-from baton.errors import UserError
+from baton.cluster.replanning import MEASURED_STEPS, Replanner, with_trainer, workload_of
+from baton.errors import Damaged, UserError
 from baton.planner.instance import Inputs
 from baton.planner.replan import ReplanOption, replan
 from baton.planner.solve import make_plan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.recipe.workload import recipe_workload, workload_of_run
 from baton.records.predictions import FILE, RunPredictions, read_predictions
+from baton.records.run_directory import RunDirectory
 from baton.run.predictions import predictions_of_plan
 from baton.specs.model import read_model
 from baton.specs.plan import Plan
+from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 
 pytest.importorskip("highspy")
 ROOT = Path(__file__).parents[2]
@@ -91,6 +94,27 @@ def test_a_plan_with_another_shape_of_the_trainer_is_not_adopted(
     assert answer.words == "no new plan keeps the trainer as it is: the current workers continue"
 
 
+def test_a_trainer_whose_machines_are_listed_in_another_order_goes_on(tmp_path: Path) -> None:
+    """Machines are listed by name, but the order of the plan's cluster file may be another one."""
+    of, before = recipe(tmp_path), yard("h0", "h1", "l0")
+    plan = planned(before, of)
+    stage = plan.training.stages[0]
+    stage = msgspec.structs.replace(stage, gpu="H100", gpu_ids=("h1:0", "h0:0"), tp=1, dp=2)
+    training = msgspec.structs.replace(plan.training, stages=(stage,))
+    planner = Replanner(of, msgspec.structs.replace(plan, training=training))
+    option = ReplanOption("kept", _on(planner.plan, ("h0:0", "h1:0")), None, ())  # type: ignore[arg-type]
+    kept = with_trainer(option, training)
+    assert kept is not None
+    assert kept.plan.training == training
+    assert with_trainer(msgspec.structs.replace(option, plan=_on(planner.plan, ("h0:0", "l0:0"))), training) is None
+
+
+def _on(plan: Plan, gpu_ids: tuple[str, ...]) -> Plan:
+    """The plan with its trainer on other GPUs."""
+    stages = (msgspec.structs.replace(plan.training.stages[0], gpu_ids=gpu_ids),)
+    return msgspec.structs.replace(plan, training=msgspec.structs.replace(plan.training, stages=stages))
+
+
 def test_the_reward_model_stays_on_the_gpus_that_are_left(tmp_path: Path) -> None:
     of, before = recipe(tmp_path), yard("h0", "l0", "l1", "l2")
     plan = planned(yard("h0", "l0", "l1"), of)
@@ -118,6 +142,49 @@ def test_a_new_plan_replaces_the_predictions_of_the_run_also_if_their_file_is_da
     assert planner.replan_workers(yard("h0", "l0")).workers is not None
     assert planner.predictions.current == read_predictions(of.run.path)
     assert planner.predictions.current == predictions_of_plan(planner.plan, "plan.json", ((64, 5e9),))
+
+
+def test_a_replan_measures_the_latest_steps_and_skips_damaged_files(tmp_path: Path) -> None:
+    of = recipe(tmp_path)
+    run = RunDirectory(of.run.path)
+    run.path.mkdir(parents=True)
+    run.write_start(of.model_dump(mode="json"), seed=0, threads=1)
+    steps = MEASURED_STEPS + 3
+    for step in range(1, steps + 1):
+        segment = Segment((1,) * step, (-1.0,) * step, step - 1)
+        trajectory = Trajectory(step, 0, (1, 2), (segment,), FinishReason.STOP)
+        member = ScoredTrajectory(trajectory, RewardResult(1.0, {}, False))
+        run.write_groups(step, [Group(step, Prompt("p", "t", (Message("user", "2"),)), (member,))])
+    measured = workload_of(of).output
+    assert (measured.values[0], measured.longest) == (4, steps)
+    (run.path / "trajectories" / f"step_{steps:06}.jsonl.gz").write_bytes(b"")
+    measured = workload_of(of).output
+    assert (measured.values[0], measured.longest) == (3, steps - 1)
+    with pytest.raises(Damaged, match="it is empty"):
+        workload_of_run(run.path)
+
+
+def test_a_replan_keeps_the_batches_of_the_plan_which_engine_slots_does_not_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, before = recipe(tmp_path, "engine.slots=8"), yard("h0", "l0")
+    plan = planned(before, of)
+    larger = tuple(msgspec.structs.replace(replica, batch=40) for replica in plan.replicas)
+    given: list[int] = []
+
+    def observed(inputs: Inputs, *more: Any, **named: Any) -> Any:
+        given.append(inputs.work.max_batch)
+        return replan(inputs, *more, **named)
+
+    monkeypatch.setattr("baton.cluster.replanning.replan", observed)
+    Replanner(of, msgspec.structs.replace(plan, replicas=larger)).replan_workers(yard("h0", "l0", "l1"))
+    assert given == [40]
+
+
+def test_only_the_embedded_engine_is_planned_with_a_cache_of_fixed_size(tmp_path: Path) -> None:
+    assert recipe_workload(recipe(tmp_path)).engine_context_tokens == recipe(tmp_path).engine.max_context_tokens
+    paged = recipe(tmp_path, "engine.kind=sglang", "engine.processes=0", "engine.sglang.url=http://127.0.0.1:1")
+    assert recipe_workload(paged).engine_context_tokens == 0
 
 
 def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path: Path) -> None:

@@ -78,10 +78,18 @@ def test_the_batch_is_what_memory_holds() -> None:
     assert largest_batch(MODEL, WORK, PLACE, 1, 1) == 100
     many = msgspec.structs.replace(WORK, groups=1000)
     assert largest_batch(MODEL, many, PLACE, 1, 1) == 497
-    fixed = msgspec.structs.replace(many, engine_context_tokens=400)
-    assert largest_batch(MODEL, fixed, PLACE, 1, 1) == int(79.6e6 / (400 * 800))
     tiny = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(GPU, hbm_bytes=20.5e6))
     assert largest_batch(MODEL, WORK, tiny, 1, 1) == 0
+
+
+def test_a_cache_of_fixed_size_has_at_least_eight_slots_and_room_for_eight_kept_contexts() -> None:
+    """A context of 400 tokens has 400 · 800 bytes = 0.32 MB. 79.6 MB hold 248 contexts, of which 8 are kept."""
+    fixed = msgspec.structs.replace(WORK, groups=1000, engine_context_tokens=400)
+    assert largest_batch(MODEL, fixed, PLACE, 1, 1) == 240
+    assert replica_cost(MODEL, fixed, PLACE, 1, 1, 240).memory_bytes == 20.4e6 + 248 * 0.32e6
+    for num_contexts, expected in ((15.9, 0), (16.0, 8)):
+        gpu = msgspec.structs.replace(GPU, hbm_bytes=20.4e6 + num_contexts * 0.32e6)
+        assert largest_batch(MODEL, fixed, msgspec.structs.replace(PLACE, gpu=gpu), 1, 1) == expected
 
 
 @pytest.mark.parametrize(("class_cost", "positions"), [(0, 170), (50, 240), (1000, 400), (math.inf, 400)])

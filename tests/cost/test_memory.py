@@ -145,10 +145,15 @@ def test_an_adapter_trains_few_parameters_on_frozen_weights() -> None:
 
 
 def test_critic_and_reference_add_to_the_state() -> None:
-    """The critic has all layers and the embedding, but no head."""
+    """The critic has all layers and the embedding, but no head. Its activations are kept together with the policy's: 2
+    bytes for each of 300 tokens, 100 values and 10 layers. A critic has all weights also beside an adapter."""
     plain = _phase("forward pass")
     with_critic = msgspec.structs.replace(SHAPE, has_critic=True)
-    assert _phase("forward pass", with_critic) - plain == pytest.approx(16 * (PARAMS - TABLE) / 4)
+    own = 16 * (PARAMS - TABLE) / 4
+    assert _phase("forward pass", with_critic) - plain == pytest.approx(own + 300 * 2 * 100 * 10)
+    adapter = msgspec.structs.replace(SHAPE, adapter_params=1000.0, base_bytes=2.0)
+    beside = msgspec.structs.replace(adapter, has_critic=True)
+    assert _phase("forward pass", beside) - _phase("forward pass", adapter) == pytest.approx(own + 300 * 2 * 100 * 10)
     with_reference = msgspec.structs.replace(SHAPE, reference_bytes=2.0)
     assert _phase("forward pass", with_reference) - plain == pytest.approx(2 * PARAMS / 4)
     assert float(state_bytes_per_param(MODEL, SHAPE)) == pytest.approx(12 / 4)

@@ -15,7 +15,7 @@ import pytest
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
-from baton.records.metrics import LogSettings, MetricsWriter, read_metrics
+from baton.records.metrics import LogSettings, MetricsWriter, read_metrics, start_wandb
 
 pytestmark = pytest.mark.timing
 
@@ -117,8 +117,8 @@ def test_tensorboard_shows_the_same_numbers_and_forgets_what_a_resume_cut(tmp_pa
 
 
 def test_wandb_receives_every_row_with_its_step_and_the_recipe(tmp_path: Path, wandb: FakeWandb) -> None:
-    (tmp_path / "recipe.toml").write_text("[run]\nseed = 7\n")
-    writer = MetricsWriter(tmp_path, resume_step=-1, log=LogSettings(wandb="arithmetic"))
+    started = start_wandb(tmp_path, LogSettings(wandb="arithmetic"), {"run": {"seed": 7}}, is_new=True)
+    writer = MetricsWriter(tmp_path, resume_step=-1, wandb=started)
     writer.write(1, {"reward/mean": 0.5})
     writer.close()
     assert wandb.rows == [{"step": 1, "reward/mean": 0.5}]
@@ -128,6 +128,7 @@ def test_wandb_receives_every_row_with_its_step_and_the_recipe(tmp_path: Path, w
 
 
 def test_without_the_key_wandb_is_not_touched(tmp_path: Path, wandb: FakeWandb) -> None:
+    assert start_wandb(tmp_path, LogSettings(), {}, is_new=True) is None
     writer = MetricsWriter(tmp_path, resume_step=-1, log=LogSettings())
     writer.write(1, {"reward/mean": 0.5})
     writer.close()
@@ -137,24 +138,30 @@ def test_without_the_key_wandb_is_not_touched(tmp_path: Path, wandb: FakeWandb) 
 def test_loggers_are_chosen_by_name(tmp_path: Path, wandb: FakeWandb) -> None:
     for name, loggers in (("none", ()), ("tensorboard", ("tensorboard",)), ("wandb", ("wandb",))):
         (tmp_path / name).mkdir()
-        MetricsWriter(tmp_path / name, log=LogSettings(loggers=loggers)).close()
+        log = LogSettings(loggers=loggers)
+        started = start_wandb(tmp_path / name, log, {}, is_new=True)
+        MetricsWriter(tmp_path / name, log=log, wandb=started).close()
         assert (tmp_path / name / "tensorboard").is_dir() == (name == "tensorboard")
     assert [(start["project"], start["name"]) for start in wandb.inits] == [("baton", "wandb")]
 
 
 def test_a_resumed_run_goes_on_in_the_same_place_and_another_run_does_not(tmp_path: Path, wandb: FakeWandb) -> None:
-    for directory in ("a", "a", "b"):
+    for directory, is_new in (("a", True), ("a", False), ("a", True), ("b", False)):
         (tmp_path / directory).mkdir(exist_ok=True)
-        MetricsWriter(tmp_path / directory, log=LogSettings(wandb="p")).close()
-    first, resumed, other = (start["id"] for start in wandb.inits)
-    assert first == resumed != other
+        started = start_wandb(tmp_path / directory, LogSettings(wandb="p"), {}, is_new=is_new)
+        MetricsWriter(tmp_path / directory, wandb=started).close()
+    first, resumed, overwritten, other = (start["id"] for start in wandb.inits)
+    assert first == resumed
+    assert len({first, overwritten, other}) == 3
+    assert (tmp_path / "a" / "wandb_id").read_text() == overwritten
 
 
 @pytest.mark.parametrize("fault", [ConnectionError("gone"), RuntimeError("odd")])
 def test_wandb_that_fails_in_the_middle_is_said_once_and_stops_nothing(
     tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
-    writer = MetricsWriter(tmp_path, resume_step=-1, log=LogSettings(wandb="p"))
+    started = start_wandb(tmp_path, LogSettings(wandb="p"), {}, is_new=True)
+    writer = MetricsWriter(tmp_path, resume_step=-1, wandb=started)
     writer.write(1, {"reward/mean": 0.1})
     wandb.fault = fault
     with caplog.at_level(logging.WARNING, logger="baton"):
@@ -168,7 +175,8 @@ def test_wandb_that_fails_in_the_middle_is_said_once_and_stops_nothing(
 def test_wandb_that_fails_at_the_end_stops_nothing(
     tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = MetricsWriter(tmp_path, resume_step=-1, log=LogSettings(wandb="p"))
+    started = start_wandb(tmp_path, LogSettings(wandb="p"), {}, is_new=True)
+    writer = MetricsWriter(tmp_path, resume_step=-1, wandb=started)
     wandb.fault = ConnectionError("gone")
     with caplog.at_level(logging.WARNING, logger="baton"):
         writer.close()
@@ -178,7 +186,7 @@ def test_wandb_that_fails_at_the_end_stops_nothing(
 def test_wandb_that_does_not_start_says_what_to_do(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.fault = wandb.errors.Error("No API key configured. Use `wandb login` to log in.")
     with pytest.raises(UserError, match=r"wandb login.*WANDB_MODE=offline"):
-        MetricsWriter(tmp_path, resume_step=-1, log=LogSettings(wandb="p"))
+        start_wandb(tmp_path, LogSettings(wandb="p"), {}, is_new=True)
 
 
 def test_wandb_that_is_not_installed_is_one_sentence_before_anything_starts(
@@ -196,9 +204,11 @@ def test_wandb_that_is_not_installed_is_one_sentence_before_anything_starts(
 OFFLINE = """
 import sys
 from pathlib import Path
-from baton.records.metrics import LogSettings, MetricsWriter
+from baton.records.metrics import LogSettings, MetricsWriter, start_wandb
 
-writer = MetricsWriter(Path(sys.argv[1]), resume_step=-1, log=LogSettings(wandb="p"))
+directory = Path(sys.argv[1])
+started = start_wandb(directory, LogSettings(wandb="p"), {}, is_new=True)
+writer = MetricsWriter(directory, resume_step=-1, wandb=started)
 writer.write(1, {"reward/mean": 0.5})
 writer.write(1, {"eval/all/greedy": 0.25})
 writer.close()

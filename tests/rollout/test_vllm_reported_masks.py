@@ -7,10 +7,12 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,8 +22,10 @@ from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.vllm.client import VllmClient
 from baton.rollout.engines.vllm.engine import VllmEngine
+from baton.rollout.engines.whole_weights import WholeWeights
 from baton.rollout.settings import RolloutSettings
 from baton.types import Lease, PolicyVersion, SamplingParams, Segment, Trajectory
+from baton.weights.direct.settings import DirectTransfer
 
 TRUNCATED = RolloutSettings(max_new_tokens=4, top_p=0.9, top_k=7).sampling()
 
@@ -57,6 +61,12 @@ class FakeLlm:
     async def abort(self, key: str) -> None: ...
 
     async def collective_rpc(self, name: str, args: Any) -> None: ...
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def update_weight_version(self, label: str) -> None: ...
 
     def shutdown(self, timeout_s: float) -> None: ...
 
@@ -162,6 +172,66 @@ def test_a_silent_vllm_is_an_error_once_its_requests_have_waited_for_the_timeout
     now_s[0] += 1.0
     with pytest.raises(EngineFault, match=r"generated no token for \d+ s, with 1 trajectories running"):
         engine.step()
+
+
+def test_vllm_may_be_silent_while_it_is_paused_for_a_load(make: Callable[..., VllmEngine], llm: FakeLlm) -> None:
+    """A load that fails leaves the engine paused until the next version, however long that takes."""
+    now_s, llm.is_silent = [0.0], True
+    engine = make(clock=lambda: now_s[0])
+    long_s = 2 * EngineSettings(kind="vllm").vllm.answer_timeout_s
+    engine.submit(lease(TRUNCATED))
+    assert engine.step() == []
+    for number in (1, 2):  # of the first load, only the begin is seen
+        now_s[0] += long_s
+        label = engine.begin_load(PolicyVersion("r", number))
+        now_s[0] += long_s
+        assert engine.step() == []
+    engine.end_load(PolicyVersion("r", 2), label)
+    assert [report.is_aborted for report in engine.step()] == [True], "the lease was for the old version"  # type: ignore[union-attr]
+    engine.submit(msgspec.structs.replace(lease(TRUNCATED), version=2))
+    assert engine.step() == []
+    now_s[0] += long_s
+    with pytest.raises(EngineFault, match="generated no token"):
+        engine.step()
+
+
+def test_a_version_that_was_converted_for_all_replicas_is_not_converted_again(
+    make: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names in a file may differ from those in the model, so a second conversion would not find the tensors."""
+    monkeypatch.setattr(WholeWeights, "whole", lambda self, tensors: {f"file.{name}": t for name, t in tensors.items()})
+    monkeypatch.setattr(VllmClient, "detect_stops", lambda self: None)
+    sender = SimpleNamespace(join=lambda *_: None, leave=lambda *_: None)
+    versions: Any = SimpleNamespace(sender=sender, prepare=None)
+    engine, loaded = make(), list[Any]()
+    engine.use_direct(DirectTransfer("gloo", versions=versions))
+    assert engine.direct is not None
+    monkeypatch.setattr(engine.direct, "load", lambda tensors, version: loaded.append(tensors))
+    engine.load_weights(versions.prepare({"a": 1}), PolicyVersion("r", 1))
+    assert loaded == [{"file.a": 1}]
+
+
+def test_a_call_that_ends_just_after_a_wait_for_it_has_succeeded(
+    make: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, threadsafe = make(), asyncio.run_coroutine_threadsafe
+
+    class Late(Future[Any]):
+        """Gets its result between the end of the first wait and the next look at it."""
+
+        def __init__(self, inner: Future[Any]) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def result(self, timeout: float | None = None) -> Any:
+            if not self.done():
+                self.set_result(self.inner.result(30.0))
+                raise TimeoutError
+            return super().result(timeout)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", lambda work, loop: Late(threadsafe(work, loop)))
+    engine.client.pause()
+    engine.client.resume()
 
 
 def test_a_recipe_must_ask_vllm_for_masks_and_sglang_is_refused() -> None:

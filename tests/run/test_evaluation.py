@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,18 @@ def test_a_device_without_memory_for_the_model_gets_advice(small: Any, monkeypat
     with pytest.raises(UserError, match=r"the device is out of memory: CUDA out of memory.*; lower engine.slots"):
         assemble.evaluate_model(small.run, None, num_prompts=2)
     assert len(closed) == 1
+
+
+def test_a_run_of_an_earlier_version_can_be_evaluated(small: Any, tmp_path: Path) -> None:
+    """Its recipe has a key that was removed since."""
+    from baton.run.assemble import evaluate_model
+
+    shutil.copytree(small.run, tmp_path / "old")
+    file = tmp_path / "old" / "recipe.toml"
+    text = file.read_text()
+    assert "[judge]" in text
+    file.write_text(text.replace("[judge]", "[judge]\nload_timeout_s = 300.0"))
+    assert [r.num_prompts for r in evaluate_model(tmp_path / "old", None, num_prompts=4)] == [2, 2, 4]
 
 
 def test_two_evaluations_of_the_same_weights_are_the_same(small) -> None:

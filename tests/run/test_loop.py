@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from baton.rewards.scorer import RewardScorer
 from baton.rollout.transport import LocalTransport
 from baton.run import assemble
 from baton.run.assemble import build_loop
-from baton.run.resume import with_dtypes
+from baton.run.resume import resume_point, with_dtypes
 from baton.run.summary import summarise
 from baton.tasks.stream import TaskMixture
 from baton.trainer.checkpoint import list_checkpoints
@@ -82,6 +83,40 @@ def train(recipe: Recipe, *, overwrite: bool = False) -> RunDirectory:
     finally:
         loop.close()
     return loop.run
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_without_a_start_of_weights_and_biases_the_directory_stays_as_it_is(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, overwrite: bool
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        (tmp_path / "small" / "wandb").mkdir(exist_ok=True)  # as by Weights & Biases before it fails
+        raise UserError("Weights & Biases did not start")
+
+    recipe = load(small, tmp_path)
+    if overwrite:
+        shutil.copytree(small.run, tmp_path / "small")
+    with monkeypatch.context() as patch:
+        patch.setattr(assemble, "start_wandb", refused)
+        with pytest.raises(UserError, match="did not start"):
+            train(recipe, overwrite=overwrite)
+    assert bool(list((tmp_path / "small").glob("checkpoints/step_*"))) == overwrite
+    assert (tmp_path / "small" / "run.json").exists() == overwrite
+    if not overwrite:
+        train(recipe)  # the same command again
+        assert len(steps_of(tmp_path / "small")) == recipe.run.steps
+
+
+def test_the_best_accuracy_begins_again_with_an_evaluation_that_cannot_be_compared(small: Any, tmp_path: Path) -> None:
+    shutil.copytree(small.run, tmp_path / "small")
+    observer = TerminalObserver(Console(quiet=True), 9)
+    found = {
+        key: resume_point(with_dtypes(load(small, tmp_path, "run.steps=9", key)), observer).state
+        for key in ("eval.samples=2", "eval.temperature=0.5", "eval.num_prompts=4")
+    }
+    assert found["eval.samples=2"].best_accuracy >= 0
+    for key in ("eval.temperature=0.5", "eval.num_prompts=4"):
+        assert (found[key].best_accuracy, found[key].best_step) == (-1.0, found["eval.samples=2"].best_step)
 
 
 def steps_of(path: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import WarmStart
 from baton.records.metrics import MetricsWriter, read_metrics
+from baton.records.run_lock import RunLock
 from baton.run import sft
 from baton.run.sft import warm_start
 from baton.tasks.demonstrations import DemonstrationSettings
@@ -156,6 +157,27 @@ def test_a_generated_warm_start_makes_a_model_that_loads_and_reports_its_accurac
     assert rows[-1]["step"] == 6
     assert rows[-1]["sft/loss"] == pytest.approx(result.loss)
     assert (tmp_path / "runs" / "warm" / "recipe.toml").is_file()
+    assert RunLock.status(tmp_path / "runs" / "warm") == "finished"
+
+
+def test_a_warm_start_that_fails_has_failed_but_not_the_run_that_it_would_have_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_warm_start(tmp_path / "warm.toml", "")
+    with path.open("a") as file:
+        file.write(GENERATED)
+    recipe = load_recipe(WarmStart, path, ["sft.steps=2", "sft.warmup_steps=1", "eval.enabled=false"])
+    warm_start(recipe, WATCHED)
+
+    def fails(*_: object, **__: object) -> None:
+        raise TrainingDiverged("the loss is not finite")
+
+    for name, status in (("start_wandb", "finished"), ("fine_tune", "failed")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sft, name, fails)
+            with pytest.raises(TrainingDiverged):
+                warm_start(recipe, WATCHED, overwrite=True)
+        assert RunLock.status(tmp_path / "runs" / "warm") == status, name
 
 
 ROOMS = """

@@ -97,12 +97,13 @@ def test_a_signal_interrupts_whatever_is_waited_for_where_that_is_allowed() -> N
 
 
 @pytest.mark.slow
-def test_a_run_whose_first_engine_does_not_start_stops(small: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, SIGNALLED), (signal.SIGINT, 130)])
+def test_a_run_whose_first_engine_does_not_start_stops(small: Any, tmp_path: Path, number: int, code: int) -> None:
     with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, "engine.processes=1") as process:
         (engine,) = wait_for(lambda: child_processes("engine"), process, "an engine process")
         os.kill(engine, signal.SIGSTOP)
-        process.terminate()
-        assert process.wait(PATIENCE_S) == SIGNALLED
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == code
 
 
 @pytest.mark.slow

@@ -33,6 +33,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {**GQA, "head_dim": 16}),
     ("phi3", {**GQA, "pad_token_id": 0}),
     ("starcoder2", GQA),
+    ("cohere", GQA),
+    ("opt", {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 160, "vocab_size": 320}),
+    ("smollm3", {**GQA, "pad_token_id": 0}),
     ("gpt_neox", SMALL),
     ("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 320, "n_positions": 128}),
     (
@@ -54,6 +57,10 @@ def test_parameters_equal_those_of_the_model_itself(family: str, changes: dict[s
     counted = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
     spec = model_spec(config.to_dict(), family)
     assert spec.params == pytest.approx(counted, rel=2e-3)
+    shortened = config.to_dict()  # as on the Hugging Face hub, where config.json often omits defaults
+    if "tie_word_embeddings" not in changes:
+        del shortened["tie_word_embeddings"]
+    assert model_spec(shortened, family).params == spec.params
     assert spec.kv_values_per_token > 0
 
 

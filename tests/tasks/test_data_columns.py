@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,26 @@ def test_values_that_json_does_not_know_become_texts(tmp_path: Path) -> None:
     row = {"prompt": "?", "answer": "1", "day": datetime.date(2020, 1, 2), "raw": b"ab"}
     problem = FileTask("m", parquet(tmp_path / "r.parquet", [row])).draw(0, 0)
     assert json.loads(json.dumps(problem.metadata)) == {"answer": "1", "day": "2020-01-02", "raw": "YWI="}
+
+
+def test_times_of_pandas_become_texts_and_images_are_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    day, wait = (pyarrow.array([90 * 10**9], of("ns")) for of in (pyarrow.timestamp, pyarrow.duration))
+    times = {"day": day, "wait": wait}
+    write_table(pyarrow.table({"prompt": ["?"], "answer": ["1"], **times}), tmp_path / "r.parquet")
+    problem = FileTask("m", str(tmp_path / "r.parquet")).draw(0, 0)
+    assert {key: problem.metadata[key] for key in times} == {"day": "1970-01-01T00:01:30", "wait": "PT90S"}
+
+    class Picture:
+        """In place of an image, which `datasets` decodes while rows are read."""
+
+    rows = [{"prompt": "?", "answer": "1"}, {"prompt": "?", "answer": "1", "picture": Picture()}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.load_from_disk", lambda path: SimpleNamespace(with_format=lambda kind: rows))
+        with pytest.raises(UserError, match=r"row 2 has a value that is neither .*Picture; remove its column"):
+            FileTask("mine", str(tmp_path))
 
 
 def test_parquet_and_disk_name_the_row_and_what_is_wrong_with_the_path(tmp_path: Path) -> None:

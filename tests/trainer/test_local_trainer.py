@@ -384,6 +384,14 @@ def test_after_a_divergence_between_updates_only_a_checkpoint_can_follow(tmp_pat
     assert are_bit_equal(parameters(trainer), parameters(untouched))
 
 
+def test_the_effective_sample_size_is_that_of_the_start_of_the_step_also_with_several_updates():
+    """`bypass` has no proximal logprobs, so only the first update knows the weights of the start."""
+    batch = random_batch(1)
+    one, four = (make_trainer(correction="bypass", num_epochs=num, lr=0.05).step(batch) for num in (1, 4))
+    assert one["policy/ess"] < 0.99
+    assert four["policy/ess"] == pytest.approx(one["policy/ess"], rel=1e-5)
+
+
 @pytest.mark.parametrize("correction", ["bypass", "none", "token_tis"])
 def test_one_update_needs_one_forward_pass_and_no_correction_adds_a_proximal_one(correction, monkeypatch):
     """`bypass` takes the behavior policy as anchor, also with several updates."""

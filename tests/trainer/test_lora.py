@@ -164,8 +164,22 @@ def test_targets_may_be_named_and_must_exist(base):
     trainer = trained(base, steps=1, lora=LoraSettings(rank=2, targets=("q_proj", "v_proj")))
     modules = {name.split(".")[-3] for name in trainer.publish().tensors}
     assert modules == {"q_proj", "v_proj"}
-    with pytest.raises(UserError, match=r"lora\.targets: got \('nothing',\)"):
-        make_trainer(load(base), lora=LoraSettings(targets=("nothing",)))
+    for targets in (("nothing",), ("q_proj", "nothing")):
+        with pytest.raises(
+            UserError, match=r"lora\.targets: got 'nothing', which matches no layer of Qwen3ForCausalLM; "
+        ):
+            make_trainer(load(base), lora=LoraSettings(targets=targets))
+    with pytest.raises(UserError, match=r"got 'embed_tokens', which matches a layer that is not linear; allowed are"):
+        make_trainer(load(base), lora=LoraSettings(targets=("q_proj", "embed_tokens")))
+    with pytest.raises(UserError, match=r"got 'lm_head', which is the head, but .* uses the same weights as embedding"):
+        make_trainer(tiny_model(tie_word_embeddings=True), lora=LoraSettings(targets=("lm_head",)))
+
+
+def test_a_separate_critic_is_trained_in_float32_beside_frozen_weights_in_bfloat16(base):
+    trainer = make_trainer(load(base).to(torch.bfloat16), lora=LORA, name="ppo", num_minibatches=2, dtype="bfloat16")
+    assert {p.dtype for p in trainer.passes.critic.parameters()} == {torch.float32}
+    metrics = [trainer.step(random_batch(step)) for step in (1, 2)]
+    assert all(math.isfinite(value) for each in metrics for value in each.values())
 
 
 def test_without_peft_a_sentence_says_what_to_install(base, monkeypatch):

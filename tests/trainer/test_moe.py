@@ -1,5 +1,6 @@
 """Mixtures of experts are trained like any other model, and their routing can be held over a train step."""
 
+import math
 import shutil
 
 import pytest
@@ -35,7 +36,7 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.microbatches import cut
+from baton.trainer.microbatches import FEW_SHAPES, cut
 from baton.trainer.samples import training_samples
 from baton.types import (
     Batch,
@@ -373,6 +374,17 @@ def test_the_engines_choice_is_replayed_at_its_places_in_every_pass(packing):
         others = sorted(set(range(num_places)) - set(places))
         assert torch.equal(seen[layer][others], free[layer][others]) or layer  # prompts choose for themselves
     assert any((a[places] != b[places]).any() for a, b in zip(seen, free, strict=True))
+
+
+def test_the_filler_of_a_packed_pass_in_bfloat16_has_no_reported_experts():
+    batch = generated(qwen(seed=5))
+    rows = training_samples(batch.groups, AlgorithmSettings())
+    given = {"max_tokens_per_microbatch": 10_000, "device": CPU, "is_packed": True}
+    (micro,) = cut(rows, **given, multiples=FEW_SHAPES).microbatches
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    assert micro.inputs.reported_experts()[2] == len(micro.inputs.packed.input_ids) > num_tokens
+    trainer = make_trainer(qwen(), moe_replay="engine", packing="always", dtype="bfloat16")
+    assert math.isfinite(trainer.step(batch)["policy/loss"])
 
 
 def test_at_equal_weights_replaying_the_engine_changes_nothing():

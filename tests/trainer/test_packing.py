@@ -6,6 +6,7 @@ import pytest
 import torch
 from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
 from baton.policy import packing
@@ -137,6 +138,33 @@ def test_a_model_that_does_not_pack_is_padded_or_refused(monkeypatch):
     with pytest.raises(UserError, match=r"trainer\.packing: got 'always', but Qwen3ForCausalLM on cpu does not score"):
         make_trainer(packing="always")
     assert not make_trainer().passes.is_packed
+
+
+def test_a_packed_pass_has_no_padding():
+    metrics = make_trainer(packing="always", max_tokens_per_microbatch=10_000).step(random_batch(1))
+    assert metrics["tokens/padding_frac"] == 0.0
+
+
+def test_a_reference_that_does_not_pack_is_padded_or_refused(monkeypatch):
+    reference = tiny_model(1)
+    monkeypatch.setattr(model_setup, "packs_as_it_pads", lambda model, **_: model is not reference)
+    with pytest.raises(UserError, match=r"trainer\.packing: got 'always', but Qwen3ForCausalLM on cpu does not score"):
+        make_trainer(packing="always", reference=reference, kl_coef=0.1)
+    assert make_trainer(packing="always", reference=reference).passes.is_packed, "without a KL term it is not used"
+
+
+def test_activations_of_a_separate_critic_are_recomputed_too():
+    batch, found = random_batch(1), []
+    for recomputes in (False, True):
+        trainer = make_trainer(name="ppo", num_minibatches=2, activation_checkpointing=recomputes)
+        critic = trainer.passes.critic
+        blocks = [part for part in critic.trunk.modules() if isinstance(part, GradientCheckpointingLayer)]
+        assert len(blocks) == 2
+        assert all(block.gradient_checkpointing and block.training for block in blocks) == recomputes
+        trainer.step(batch)
+        found.append({name: p.grad for name, p in critic.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_a_checkpoint_knows_nothing_of_it(tmp_path):

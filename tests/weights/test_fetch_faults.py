@@ -418,7 +418,7 @@ def test_a_manifest_that_does_not_fit_together_is_refused(run, field, value, sai
         decode_manifest(replaced(good, **{field: value}))
 
 
-def test_ways_that_do_not_make_the_tensors_are_refused(run):
+def test_ways_that_do_not_make_the_tensors_are_refused(run, monkeypatch):
     manifest: Manifest = run.store.find("first", 2)
     way = manifest.delta
     part, chunk = way.parts[0], way.chunks[0]
@@ -444,6 +444,10 @@ def test_ways_that_do_not_make_the_tensors_are_refused(run):
             encode_manifest(msgspec.structs.replace(manifest, ways=(other,)))
     with pytest.raises(WeightsFault, match="two encodings of one kind"):
         encode_manifest(msgspec.structs.replace(manifest, ways=(way, way)))
+    num_bytes = len(encode_manifest(manifest))
+    monkeypatch.setattr("baton.weights.manifest.MAX_MANIFEST_BYTES", num_bytes - 1)
+    with pytest.raises(WeightsFault, match=rf"would have {num_bytes} bytes, .*: raise weights\.chunk_mb"):
+        encode_manifest(manifest)
 
 
 class EndlessDeltas:

@@ -50,9 +50,10 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
     """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """For a worker that shares GPUs with ranks, one pair per GPU. The first element is the name of the environment
-    variable that selects the GPUs that a process sees. The second element is either a string, the GPU's id that becomes
-    the variable's value, or an integer, the GPU's index among the GPUs that the actor sees."""
+    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU. The
+    first element is the name of the environment variable that selects the GPUs that a process sees. The second element
+    is either a string, the GPU's id that becomes the variable's value, or an integer, the GPU's index among the GPUs
+    that the actor sees."""
     sleeps: bool = False
     """Whether `WorkerActor.use_device` is called."""
 
@@ -151,7 +152,7 @@ class WorkerActor:
 
 
 def _gpus(start: WorkerArguments) -> dict[str, str]:
-    """Return the environment variables that restrict a worker to its GPUs; empty if it shares no GPU with ranks."""
+    """Return the environment variables that restrict a worker to its GPUs; empty if its actor sees only these."""
     found: dict[str, str] = {}
     for name, gpu in start.gpus:
         seen = [each for each in os.environ.get(name, "").split(",") if each]

@@ -83,7 +83,7 @@ class RayReplicas:
             # with its default backend, vLLM would start one Ray actor per device in this placement group
             arguments = {"distributed_executor_backend": "mp", **vllm["arguments"]}
             vllm = {**vllm, "tensor_parallel": spec.tp, "pipeline_parallel": spec.pp, "arguments": arguments}
-        settings = {**start.settings, "slots": -(-spec.slots // 8) * 8, "vllm": {**vllm, "replicas": 1}}
+        settings = {**start.settings, "slots": spec.slots, "vllm": {**vllm, "replicas": 1}}
         while (lost := {*spec.machines} - (found := self._machines()).keys()) or self._closed.is_set():
             if left_s() < 0 or self._closed.wait(1.0):
                 raise EngineFault(
@@ -124,6 +124,7 @@ class _RayReplica(RemoteReplica):
         """`_num_calls`: number of threads that are executing a call of Ray. This process leaves the cluster only when
         the number is 0."""
         parts: tuple[ProcessSpec | ProcessPart, ...] = (spec, *spec.further)
+        gpus = [gpu.rpartition(":") for gpu in spec.gpu_ids]
         bundles = [(machine.id, part.resources) for machine, part in zip(machines, parts, strict=True)]
         host, nodes = machines[0].address, [start]
         if spec.further:
@@ -136,6 +137,9 @@ class _RayReplica(RemoteReplica):
             with calling_ray():
                 for index, (machine, part) in enumerate(zip(machines, parts, strict=True)):
                     options = cluster.options(self._group, index, part.resources, part.threads)
+                    if spec.gpu != CPU and "GPU" not in part.resources:  # the actor sees all GPUs of its machine
+                        indices = ",".join(index for name, _, index in gpus if name == part.machine)
+                        options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] = indices
                     if spec.further:  # otherwise 127.0.0.1 (`set_up_environment`)
                         options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] = machine.address
                     self._actors.append(cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote())

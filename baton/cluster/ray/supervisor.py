@@ -286,7 +286,7 @@ class RayWorkerSupervisor:
             device=self._planner.recipe.model.device,
             engine=self._planner.recipe.engine.kind,
             options=_engine_options(self._planner.recipe, spec, self._planner.servers),
-            gpus=_gpus(spec, self.ranks[1]),
+            gpus=worker_gpus(spec, self.ranks[1]),
             sleeps=bool(spec.ranks),
         )
 
@@ -425,9 +425,12 @@ def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[st
     return (f"tensor_parallel={spec.tp}", f"pipeline_parallel={spec.pp}")
 
 
-def _gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
+def worker_gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
     """Return `WorkerArguments.gpus` of a worker. ranks: for each rank, the environment variable that restricts a
-    process to the rank's GPU."""
+    process to the rank's GPU. Without ranks on its GPUs, a worker needs arguments only if it does not request the
+    resource `GPU`, because its actor then sees all GPUs of the machine."""
+    if not spec.ranks and spec.gpu != CPU and "GPU" not in spec.resources:
+        return tuple(("CUDA_VISIBLE_DEVICES", int(gpu.rpartition(":")[2])) for gpu in spec.gpu_ids)
     if not ranks or not spec.ranks:
         return ()
     (name,), found, others = ranks[max(spec.ranks)], list[tuple[str, str | int]](), 0

@@ -192,6 +192,8 @@ class EngineClient(ABC):
                 return future.result(_HEARTBEAT_S)
             except TimeoutError as error:
                 if future.done():
+                    if future.cancelled() or not isinstance(future.exception(), TimeoutError):
+                        continue  # the call has ended after the wait
                     raise EngineFault(f"{self.name} failed {what}: a timeout within the call") from error
                 self.check()
                 if time.monotonic() > deadline_s:

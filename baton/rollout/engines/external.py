@@ -91,6 +91,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._clock, self._active_s = clock, clock()
         """`_active_s`: time of the last activity. Activities are receiving a token, starting a request and loading a
         version."""
+        self._is_paused = False
+        """Whether the program generates nothing because a load has begun and none has succeeded since."""
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
@@ -134,6 +136,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def begin_load(self, version: PolicyVersion) -> str:
         """Pause the program; record all generated tokens under the old version. Return the label of the new weights."""
+        self._is_paused = True
         self._client.pause()
         self._outbox += self._collect_tokens(0.0)
         return f"{version.lineage}-{version.number}-{next(self._keys)}"
@@ -144,7 +147,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._table.switch(version)
         self._outbox += self._abort_rows()
         self._client.resume()
-        self._active_s = self._clock()
+        self._is_paused, self._active_s = False, self._clock()
 
     @property
     def mask_dtype(self) -> str | None:

@@ -131,7 +131,7 @@ class SglangClient(EngineClient):
             for key in list(self._ending & self._tasks.keys()):
                 with contextlib.suppress(EngineFault):  # if the server has exited, the streams fail as well
                     await self._ask("POST", "/abort_request", wire.abort_body(key))
-            self._ending &= self._tasks.keys()
+            self._ending.intersection_update(self._tasks)  # in place, because `end` may hold a reference
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _quiesce(self) -> None:

@@ -94,7 +94,7 @@ class DirectLoad:
     def __init__(self, client: Any, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer. It has no effect if the replicas of a run share
         `direct.versions`, which has its own deadlines."""
-        self._versions, self._is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
+        self._versions, self.is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
         self._client, self._replica, self.link = client, direct.replica, VllmLink(client, world_size)
         self._versions.sender.join(self._replica, self.link)
 
@@ -104,7 +104,7 @@ class DirectLoad:
         must first offer the version to `direct.versions`. Raises WeightsFault if a newer version has been offered
         meanwhile."""
         sender = self._versions.sender
-        if not self._is_shared:
+        if not self.is_shared:
             self._versions.offer(tensors, version)
         offered, sent = self._versions.offered
         if offered != version:
@@ -114,7 +114,7 @@ class DirectLoad:
             sender.wait(self._replica, sent, _ATTEMPTS * 4 * self._versions.rules.stall_s, check=self._check)
         finally:
             self.link.may_start.clear()
-            if not self._is_shared:
+            if not self.is_shared:
                 self._versions.withdraw()
         # the transfer of a newer version may have started just before may_start was cleared
         if sender.served(self._replica) != sent:
@@ -129,7 +129,7 @@ class DirectLoad:
         return self._versions.metrics()
 
     def close(self) -> None:
-        if self._is_shared:
+        if self.is_shared:
             self._versions.sender.leave(self._replica)
         else:
             self._versions.close()

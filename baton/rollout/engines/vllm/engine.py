@@ -89,6 +89,11 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.direct is not None and self.direct.is_shared:
+            return tensors  # `DirectVersions.offer` has converted them, once for all replicas
+        return self._converted(tensors)
+
+    def _converted(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         if not (self._settings.vllm.lora_rank and is_adapter(tensors)):
             return super()._loadable(tensors)
         self._weights.check_adapter(tensors)
@@ -170,13 +175,13 @@ class VllmEngine(ExternalEngine[VllmClient]):
         self.direct = DirectLoad(self._client, direct, world_size, timeout_s=own.answer_timeout_s)
         self._weights.on_host = direct.backend == "gloo"
         if direct.versions is not None:
-            direct.versions.prepare = self._loadable
+            direct.versions.prepare = self._converted
             self._client.detect_stops()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
         timeout_s = self._settings.vllm.answer_timeout_s
-        if self.running and self._clock() - self._active_s > timeout_s:
+        if self.running and not self._is_paused and self._clock() - self._active_s > timeout_s:
             raise EngineFault(
                 f"vLLM has generated no token for {timeout_s:.0f} s, with {len(self.running)} trajectories "
                 "running (engine.vllm.answer_timeout_s)"
