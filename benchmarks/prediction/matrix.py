@@ -5,6 +5,8 @@
     python -m benchmarks.prediction.matrix table              # the table of the README, from results/matrix
 
 `--set` changes the recipes of lengths, profiles and runs: `--set trainer.lr=1e-6 rollout.batch_groups=4`.
+`--longer 2` doubles the train steps of lengths, profiles and runs. This averages more changes of the machine's speed,
+and more groups, of which only those whose rewards differ are trained on.
 
 The predictions come from simulations with the calibrations of `baton profile`, whose runs have seed 1. The measured
 runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl, with commit, hardware,
@@ -92,11 +94,11 @@ def lengths(recipe: str) -> Path:
     return ROOT / "runs" / f"lengths-{Path(recipe).stem}"
 
 
-def record_lengths(recipes: list[str], further: list[str]) -> None:
-    """Make these runs. further: more overrides."""
+def record_lengths(recipes: list[str], further: list[str], longer: int) -> None:
+    """Make these runs. further: more overrides. longer: factor of the number of steps."""
     for recipe in recipes or STEPS:
         given = [*always(recipe), *further, f"run.name={lengths(recipe).name}", "run.seed=1"]
-        run(recipe, STEPS[recipe], lengths(recipe).parent, *given)
+        run(recipe, longer * STEPS[recipe], lengths(recipe).parent, *given)
 
 
 def used_s() -> tuple[float, float, float, float]:
@@ -187,18 +189,21 @@ def train_steps(directory: Path) -> list[dict[str, float]]:
     return found
 
 
-def measure(case: str, note: str, further: list[str]) -> None:
-    """Profile a case and run it once, and append its comparison. further: more overrides."""
+def measure(case: str, note: str, further: list[str], longer: int) -> None:
+    """Profile a case and run it once, and append its comparison. further: more overrides. longer: factor of the number
+    of steps of profile and run."""
     recipe, overrides = CASES[case][0], [*always(CASES[case][0]), *CASES[case][1], *further]
     calibration, state = RESULTS / f"{case}.toml", dict[str, dict[str, Any]]()
     with watched(state, "profile"):
-        baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
+        baton("profile", recipe, *overrides, "--steps", longer * PROFILE_STEPS[recipe], "--out", calibration)
     files = [f"fleet.calibration={calibration}", f"fleet.workload={lengths(recipe)}"]
     with watched(state, "run"):
-        report = run(recipe, STEPS[recipe], ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
+        report = run(recipe, longer * STEPS[recipe], ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
     row = {
         "case": case,
         "note": note,
+        "steps": longer * STEPS[recipe],
+        "profile_steps": longer * PROFILE_STEPS[recipe],
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine(),
         **state,
@@ -245,16 +250,17 @@ def main() -> None:
     parser.add_argument("command", choices=("lengths", "measure", "table"))
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; of lengths: {', '.join(STEPS)}")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides")
+    parser.add_argument("--longer", type=int, default=1, metavar="N", help="N times as many train steps")
     parser.add_argument("--note", default="quiet", help="state of the machine, which the results record")
     arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     if arguments.command == "lengths":
-        record_lengths(arguments.names, arguments.set)
+        record_lengths(arguments.names, arguments.set, arguments.longer)
     elif arguments.command == "table":
         table(arguments.note)
     else:
         for case in arguments.names or CASES:
-            measure(case, arguments.note, arguments.set)
+            measure(case, arguments.note, arguments.set, arguments.longer)
 
 
 if __name__ == "__main__":
