@@ -72,7 +72,7 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     for target in targets:
         found = [part for name, part in model.named_modules() if f".{name}".endswith(f".{target}")]
         what = f"lora.targets: got {target!r}, which"
-        if not found and not any(f".{name}.".find(f".{target}.") >= 0 for name in all_tensors(model)):  # of all stages
+        if not found and not any(f".{target}." in f".{name}." for name in all_tensors(model)):  # of all stages
             raise UserError(
                 f"{what} matches no layer of {type(model).__name__}; its linear layers are "
                 f"{', '.join(_linear_layers(model))}"

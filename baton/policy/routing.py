@@ -53,11 +53,15 @@ class RoutingReplay:
     """Records and replays the choices of all routers of a model."""
 
     def __init__(
-        self, model: PreTrainedModel, run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model)
+        self,
+        model: PreTrainedModel,
+        run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model),
+        largest: Callable[[float], float] = float,
     ) -> None:
         """Wrap the model's routers. Raises UserError if the model has no router, or a router that does not choose the
         experts with the highest scores. `run`: function that calls a given function with the model while the model's
-        parameters are gathered (`SingleRank.run`)."""
+        parameters are gathered (`SingleRank.run`). `largest`: function that returns the largest of the values of all
+        pipeline stages (`SingleRank.largest`), of which some may have no router."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         self._routers = routers_of(model)
@@ -66,7 +70,7 @@ class RoutingReplay:
         ids = torch.arange(2, device=model.device)[None]
         with torch.no_grad(), self.recorded() as routing:
             run(model, lambda whole: whole(input_ids=ids, use_cache=False).logits)
-        if not routing or routing.keys() != self._routers.keys():
+        if not largest(float(bool(routing))) or routing.keys() != self._routers.keys():
             raise UserError(
                 f"trainer.moe_replay: {type(model).__name__} has no routers, or routers that do not choose the experts "
                 "with the highest scores; allowed is 'off'"

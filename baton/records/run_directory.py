@@ -175,6 +175,16 @@ class RunDirectory:
         lines = b"".join(msgspec.json.encode(group, enc_hook=plain) + b"\n" for group in groups)
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
+    def remove_groups_after(self, step: int) -> list[int]:
+        """Remove the recorded batches of later steps than `step`, and return these steps."""
+        later = [each for each in self.recorded_steps() if each > step]
+        if later:
+            self.check_held()
+            for each in later:
+                self._groups_file(each).unlink()
+            flush_to_disk(self._trajectories)
+        return later
+
     def skip_groups(self, step: int) -> None:
         """Remove a step's recorded batch by renaming its file. Earlier skipped batches of the step are kept."""
         self.check_held()

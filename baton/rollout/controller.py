@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import Rules
 from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
+from baton.stop import Stopped
 from baton.types import (
     ENVIRONMENT,
     Author,
@@ -103,6 +104,8 @@ class RolloutController:
         self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
         self._player = player or EpisodePlayer(None, sampling)
         self._groups: dict[int, _Group] = {}
+        self._requeued: dict[int, IssuedGroup] = {}
+        """Dropped groups whose prompts wait for their next attempt."""
         self._leases: dict[int, tuple[int, int]] = {}
         self._lease_of: dict[tuple[int, int], int] = {}
         self._num_scoring = 0
@@ -190,6 +193,9 @@ class RolloutController:
         have rewards. The first call passes the present number. Each later call passes only the increase. Raises
         DeadlineExceeded if the worker makes no progress, and Stopped on a stop request; in both cases, the journal
         contains all reported tokens."""
+        if self.rules.is_swarm:  # no message is read while nothing is leased, and a trajectory may have been revoked
+            for message in self._worker.transport.receive(0.0):
+                self._on_message(message)
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -235,8 +241,9 @@ class RolloutController:
         # are kept.
         if not self._is_interruptible:
             self._dispatch(ev.DispatchPaused(self._now_s()))
-            while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
-                self._pump(min(1.0, left_s), "generate")
+            with suppress(Stopped):  # raised instead of loading a version, after the last lease has ended
+                while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
+                    self._pump(min(1.0, left_s), "generate")
         if self._journal is not None:
             self._journal.commit()
 
@@ -251,6 +258,12 @@ class RolloutController:
     def version_trained(self, version: int) -> None:
         """Record that the trainer has made a version that will not be published."""
         self._dispatch(ev.VersionTrained(self._now_s(), version, is_published=False))
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a stop request has interrupted the draw of a prompt or the loading of a version. Only `abort_all` may
+        then be called."""
+        return self._is_interruptible
 
     @property
     def _is_busy(self) -> bool:
@@ -535,7 +548,7 @@ class RolloutController:
             (prompt, ids), attempts = self._prompts.take(), 0
             self._is_interruptible = False
         else:
-            before = self._groups.pop(again).issued
+            before = self._requeued.pop(again)
             prompt, ids, attempts = before.prompt, before.prompt_ids, before.attempts + 1
         self._worker.check_room(group_id, ids)
         self._next_group_id = group_id + 1
@@ -557,11 +570,12 @@ class RolloutController:
         self._most_leases = max(self._most_leases, len(self._leases))
 
     def _discard(self, group_id: int, cause: str) -> None:
-        for trajectory in self._groups[group_id].members:
+        group = self._groups.pop(group_id)
+        for trajectory in group.members:
             self._player.forget((group_id, trajectory.sample_index))
-        if cause == "dropped" and self._groups[group_id].issued.attempts < self.rules.max_requeues:
-            return  # `_open` uses its prompt for the next attempt; a run that is resumed before that drops it again
-        del self._groups[group_id]
+        if cause == "dropped" and group.issued.attempts < self.rules.max_requeues:
+            self._requeued[group_id] = group.issued
+            return  # a run that is resumed before the next attempt drops the group again
         if self._journal is not None:
             self._journal.discarded(group_id, cause)
 

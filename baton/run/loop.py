@@ -118,6 +118,12 @@ class RunBatches(BatchRecords):
         self.journal.counted(step, metrics)
         self.run.write_groups(step, groups)
 
+    def remove_after(self, step: int) -> None:
+        if later := self.run.remove_groups_after(step):
+            self.say(
+                f"the recorded batches of steps {later[0]} to {later[-1]} are removed: their groups are open again"
+            )
+
     def replaced(self, step: int, groups: Sequence[Group], warning: str) -> None:
         self.run.write_groups(step, groups)
         self.say(f"warning: step {step}: {warning}")

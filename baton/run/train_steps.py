@@ -40,6 +40,10 @@ class BatchRecords(Protocol):
         """Record the batch of a step before it is trained. `counts`: values that the scheduler has counted since the
         previous batch."""
 
+    def remove_after(self, step: int) -> None:
+        """Remove the batches that an earlier process recorded for later steps than `step`."""
+        return
+
     def replaced(self, step: int, groups: Sequence[Group], warning: str) -> None:
         """Record that a step is trained on these groups instead of the recorded ones."""
         return
@@ -99,10 +103,13 @@ class TrainSteps:
         groups, metrics = self._trained_on(Batch(step, tuple(groups)))
         self.port.consumed(step, groups)
         with self.clock.stage("weight_sync", step, "publish"):
-            if not self.has_begun or self.publishes(step):
+            if self.has_begun and self.controller.is_interrupted:
+                pass  # the run stops
+            elif not self.has_begun or self.publishes(step):
                 self.publish()
             else:
-                self.controller.version_trained(step)
+                with suppress(Stopped):  # as in `publish`
+                    self.controller.version_trained(step)
         self.step = step
         if self.has_begun:
             self.cursor = self.controller.cursor
@@ -135,7 +142,9 @@ class TrainSteps:
         return groups, counts
 
     def _begin(self) -> None:
-        """Start the controller from the journal's cursor and open groups."""
+        """Start the controller from the journal's cursor and open groups. Recorded batches of later steps, which exist
+        if an earlier batch was skipped or removed, are removed, because their groups are open again."""
+        self.records.remove_after(self.step)
         carried = self.controller.resume(self.step, self.cursor, self.newest_group_id, num_batches=self.num_steps)
         self.has_begun = True
         self.records.resumed(carried)
@@ -177,7 +186,8 @@ class TrainSteps:
         try:
             with closing(self.trainer.start(batch, in_background=in_background)) as pending:
                 if self.has_begun:
-                    self.controller.run_until(pending.wait)
+                    with suppress(Stopped):  # raised by the draw of a prompt; the train step must still be completed
+                        self.controller.run_until(pending.wait)
                 return batch.groups, pending.result()
         except TrainingDiverged as error:
             batch = self._without_mistrusted(batch, error)

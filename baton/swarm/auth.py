@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from blake3 import blake3
@@ -133,6 +133,10 @@ class AccessGrant:
     def label(self) -> str:
         """Name of the sender that is shown to users."""
         return f"{self.name} (own)" if self.is_own else self.name
+
+
+INVALID_TOKEN: Final = 'Bearer error="invalid_token"'
+"""Value of the header WWW-Authenticate (RFC 6750) in the answer 401 if the token itself is refused."""
 
 
 class Denied(BatonError):

@@ -111,8 +111,10 @@ class BackgroundPublisher:
         """Remove the versions that neither `VersionRetention` nor a worker needs. Called in the hub's thread."""
         members, retention = self._hub.members, self._retention
         kept = [members.versions[number] for number in sorted(members.versions)[-retention.fetchable :]]
-        held = [peer.heartbeat.serves for peer in members.peers.values() if peer.heartbeat.serves is not None]
-        live = [*kept, *held, *retention.pinned]
+        beats = [peer.heartbeat for peer in members.peers.values()]
+        held = [beat.serves for beat in beats if beat.serves is not None]
+        fetched = [members.versions[beat.fetching] for beat in beats if beat.fetching in members.versions]
+        live = [*kept, *held, *fetched, *retention.pinned]
         members.versions = {number: v for number, v in members.versions.items() if v in live}
         self._futures.append(self._executor.submit(self._collect, live))
 

@@ -147,7 +147,9 @@ class LocalTrainer(Trainer):
                 if model.device.type != "cpu" and settings.num_stages == 1:
                     wide = torch_dtype(settings.dtype, model.device).itemsize
                     set_max_logits(model, logits_on_gpu(model.config, settings, algorithm, lora, value_bytes=wide))
-            replay = RoutingReplay(model, self._parallel.run) if settings.moe_replay != "off" else None
+            replay = None
+            if settings.moe_replay != "off":
+                replay = RoutingReplay(model, self._parallel.run, self._parallel.largest)
         self.passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel
         )

@@ -43,6 +43,9 @@ class ChunkFetcher:
         """The fetch may take `deadline_s` seconds from this call on. Sources in `avoided` are queried last; `blame`
         adds a source to `avoided`."""
         self._sources, self.record, self._avoided = sources, record, avoided
+        self._silent = set[str]()
+        """Names of sources that could not be reached, or did not answer in time, in this fetch. They are queried after
+        other sources that are not in `avoided`, because each attempt may take as long as their timeout."""
         self._order, self._lock = random.Random(), threading.Lock()
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
@@ -100,12 +103,18 @@ class ChunkFetcher:
         """Return the first answer that passes `check`, and its source."""
         # The order of equally distant sources is random, so that the load of many workers is spread over the sources.
         shuffled = self._order.sample(list(sources), len(sources))
-        for source in sorted(shuffled, key=lambda source: (source.name in self._avoided, source.distance)):
+
+        def rank(source: WeightsSource) -> tuple[bool, bool, int]:
+            return source.name in self._avoided, source.name in self._silent, source.distance
+
+        for source in sorted(shuffled, key=rank):
             self.check_deadline(f"{what} from {source.name}")
             try:
                 data = ask(source)
             except (OSError, BatonError) as error:
                 self.record.faults.append(f"{source.name}: did not send {what}: {error}")
+                if isinstance(error, OSError | DeadlineExceeded):
+                    self._silent.add(source.name)
                 continue
             self.record.num_bytes += len(data)
             try:

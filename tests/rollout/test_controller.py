@@ -18,9 +18,11 @@ from baton.records.journal import IssuedGroup, Journal, StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
+from baton.rollout.scheduler_state import TrajectoryState
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
+from baton.stop import Stopped, StopRequest
 from baton.types import (
     FinishReason,
     FromHub,
@@ -104,10 +106,12 @@ class Bench:
         source: Prompts | None = None,
         clock: Callable[[], float] = time.monotonic,
         may_pause: bool = False,
+        is_swarm: bool = False,
+        stop: StopRequest | None = None,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 4, "group_size": 3, **values})
-        rules = replace(recipe.rules(), may_pause=may_pause)
+        rules = replace(recipe.rules(), may_pause=may_pause, is_swarm=is_swarm)
         settings = EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=5)
         self.engine = FakeEngine(settings, PolicyVersion("a", 0), length)
         self.port = port or LocalTransport(self.engine)
@@ -115,7 +119,7 @@ class Bench:
             port.engine = self.engine
         self.judges, self.source = judges or LateJudges(), source or Prompts()
         self.journal = journal
-        worker = WorkerClient(self.port, stall_timeout_s=5.0, max_context_tokens=64, clock=clock)
+        worker = WorkerClient(self.port, 5.0, max_context_tokens=64, clock=clock, stop=stop)
         sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), noise_seed=1)
         self.controller = RolloutController(worker, rules, self.source, self.judges, sampling, journal)
         self.version = 0
@@ -417,6 +421,50 @@ def test_dropped_groups_are_tried_again_under_a_new_id_and_counted(tmp_path: Pat
     for index in dropped:  # a run that is killed in between would lose the prompt
         is_last = attempts[journal.records[index][0]] == 1
         assert is_last or journal.records[index - 1][1] == 1, "discarded before its next attempt was issued"
+
+
+class Revokes(LocalTransport):
+    """Revokes the trajectories that `chosen` names at each look for messages."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.chosen: Callable[[], list[tuple[int, int]]] = list
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        return [*(WorkRevoked(1, *key, "quarantine") for key in self.chosen()), *super().receive(timeout_s)]
+
+
+def test_a_trajectory_that_was_revoked_before_a_batch_is_requested_is_not_in_it() -> None:
+    """While nothing is leased, no message is read during a train step."""
+    port = Revokes()
+    bench = Bench("async", port, is_swarm=True, on_new_version="keep", max_staleness=2)
+    bench.begin()
+    bench.step(ticks=400)
+    scheduler = bench.controller.scheduler
+    complete = [group for group in scheduler.groups() if all(m.state is TrajectoryState.SCORED for m in group.members)]
+    assert len(complete) >= 4
+    waiting = [(group.group_id, 0) for group in complete]
+    port.chosen = lambda: [waiting.pop() for _ in list(waiting)]
+    before = scheduler.ledger.generated
+    assert bench.step(ticks=0)
+    assert scheduler.ledger.generated > before, "they were generated again"
+
+
+def test_a_stop_during_a_train_step_in_async_still_collects_the_last_tokens() -> None:
+    """The stop interrupts the publication, whose aborted leases then end in `abort_all`."""
+    stop = StopRequest()
+    bench = Bench("async", on_new_version="resume", max_staleness=2, stop=stop)
+    bench.begin()
+    for _ in range(3):
+        bench.step()
+    bench.controller.next_batch()
+    stop.request(0)
+    bench.version += 1
+    with pytest.raises(Stopped):
+        bench.publish()
+    assert bench.controller.scheduler.num_leased
+    bench.controller.abort_all(5.0)
+    assert not bench.controller.scheduler.num_leased
 
 
 class Refusing(LocalTransport):

@@ -407,6 +407,43 @@ def test_a_batch_that_the_trainer_refuses_can_be_left_out(
         read_trajectories(run.path, 5, limit=99, source="skipped")
 
 
+def test_batches_after_a_skipped_one_are_generated_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their groups are open again, so that the records of an earlier process must not be trained on too."""
+    wanted = recipe(tiny_model, tmp_path, checkpoint__every=100)
+
+    def live(failing_step: int) -> list[str]:
+        """Train until the step fails; return the lines for the user."""
+        console = Console(record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        loop = build_loop(wanted, TerminalObserver(console, 9), resume=True, overwrite=False)
+        train_step = loop.trainer.step
+
+        def step(batch: Any) -> dict[str, float]:
+            if batch.step == failing_step:
+                raise TrainingDiverged("the loss is nan")
+            return train_step(batch)
+
+        monkeypatch.setattr(loop.trainer, "step", step)
+        try:
+            loop.train()
+        except TrainingDiverged:
+            pass
+        finally:
+            loop.close()
+        return console.export_text().splitlines()
+
+    live(4)
+    skip_batch(wanted.run.path, 3, lambda text: None)
+    said = live(3)
+    assert any("the recorded batches of steps 4 to 4 are removed" in line for line in said)
+    live(100)
+    run = RunDirectory.open(wanted.run.path)
+    ids = [group.group_id for step in run.recorded_steps() for group in run.groups(step)]
+    assert run.recorded_steps() == list(range(1, 10))
+    assert len(set(ids)) == len(ids) == 36
+
+
 def test_a_recorded_reward_that_is_not_finite_can_be_read(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (tmp_path / "trajectories").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from baton.errors import StorageFault
 from baton.policy.tensors import weights_digest
 from baton.swarm.background_publisher import BackgroundPublisher, VersionRetention
+from baton.swarm.messages import Heartbeat
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import Manifest
@@ -107,6 +109,22 @@ def test_later_versions_do_not_wait_for_a_keyframe_whose_chunks_are_kept(run):
     assert all(len(store.chunk(chunk.digest)) == chunk.size for chunk in whole.chunks)
     fetched = Fetcher([store]).fetch(version(HELD), deadline_s=DEADLINE_S)
     assert torch.equal(fetched["weight"], weights(HELD)["weight"])
+
+
+def test_a_version_is_kept_while_a_worker_fetches_it(tmp_path: Path) -> None:
+    """Otherwise, a worker that fetches more slowly than versions are published would never complete a fetch."""
+    hub, store = FakeHub(), Store(tmp_path)
+    retention = VersionRetention(fetchable=2, stored=2)
+    publisher = Publisher(store, WeightsSettings(keyframe_every=2))
+    with closing(BackgroundPublisher(hub, publisher, store, retention)) as publication:  # type: ignore[arg-type]
+        for number in range(6):
+            publication.publish(weights(number), version(number))
+            assert hub.announced[number].wait(DEADLINE_S)
+            publication.check()
+            hub.members.peers = {1: SimpleNamespace(heartbeat=Heartbeat(None, fetching=1))}
+    fetched = Fetcher([store]).fetch(version(1), deadline_s=DEADLINE_S)
+    assert torch.equal(fetched["weight"], weights(1)["weight"])
+    assert 2 not in hub.members.versions, "versions that nobody needs are removed"
 
 
 def test_the_error_of_a_keyframe_is_raised_by_check(run):

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarm_bench import LINEAGE, MODEL, SwarmBench, hello, quick, version_of, wait_until
 
 from baton.errors import Fault, UserError
-from baton.swarm.auth import AccessGrant, Role, TokenFile, digest_of
+from baton.swarm.auth import INVALID_TOKEN, AccessGrant, Role, TokenFile, digest_of
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
@@ -90,6 +90,26 @@ def state(bench: SwarmBench) -> Any:
             hub.members.slots,
         )
     )
+
+
+def test_a_token_is_called_invalid_unless_the_hub_cannot_read_its_tokens(bench):
+    """A worker that was connected before exits only if its token is called invalid."""
+    bench.begin()
+    token = bench.tokens.create(Role.WORKER, 3600, name="w")
+
+    def challenge(status: int) -> str | None:
+        request = urllib.request.Request(f"{bench.url}/worker", headers={"Authorization": f"Bearer {token}"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=30)
+        assert caught.value.code == status
+        return caught.value.headers["WWW-Authenticate"]
+
+    text = bench.tokens.path.read_text()
+    bench.tokens.path.write_text("{")
+    assert challenge(401) is None
+    bench.tokens.path.write_text(text)
+    bench.tokens.revoke("w")
+    assert challenge(401) == INVALID_TOKEN
 
 
 def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(bench):

@@ -248,6 +248,16 @@ def test_a_model_whose_routers_do_not_choose_the_highest_scores_is_refused_with_
             make_trainer(model, moe_replay="proximal")
 
 
+def test_a_stage_of_dense_layers_replays_nothing_if_another_stage_has_routers():
+    """As the first layers of DeepSeek-V3."""
+    model = tiny_model()
+    replay = RoutingReplay(model, largest=lambda own: max(own, 1.0))
+    ids = torch.arange(2, 8)[None]
+    with torch.no_grad(), replay.recorded() as routing, replay.replayed(None):
+        model(ids)
+    assert routing == {}
+
+
 def test_experts_beyond_256_take_two_bytes_and_an_unknown_expert_is_refused():
     replay = RoutingReplay(qwen(num_experts=300, moe_intermediate_size=4))
     chosen = {name: torch.tensor([[299, 7]], dtype=torch.int16) for name in routers_of(qwen())}

@@ -53,7 +53,8 @@ def deep_path(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found = {}
     shape = {"num_hidden_layers": 5, "num_key_value_heads": 2}
     experts = tiny_config("qwen3_moe")
-    experts.update({**shape, "vocab_size": 64, "initializer_range": 0.3})
+    # the first stage of three has only dense layers, as in DeepSeek-V3
+    experts.update({**shape, "vocab_size": 64, "initializer_range": 0.3, "mlp_only_layers": [0, 1]})
     torch.manual_seed(0)
     for name, model in (
         ("tied", tiny_model(**shape)),

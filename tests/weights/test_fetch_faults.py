@@ -97,6 +97,23 @@ def test_a_bad_chunk_names_its_source_and_the_old_version_is_held(run, fault):
     assert fault == "omitted" or bad.asked <= 1
 
 
+@pytest.mark.parametrize("has_manifests", [False, True])
+def test_a_source_that_does_not_answer_is_asked_once_in_a_fetch(run, has_manifests):
+    """Each attempt may take as long as its timeout. The next fetch asks it again."""
+    asked = []
+
+    def silent(data: bytes) -> bytes:
+        asked.append(len(data))
+        raise DeadlineExceeded("no answer in 30 s")
+
+    relay = Twisted(run.store, "relay 7", chunk=silent, **({} if has_manifests else {"manifest": silent}))
+    relay.distance = -1  # it is asked first
+    fetcher = Fetcher([relay, run.store])
+    for number, expected in ((0, 1), (2, 2)):
+        assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), run.tensors[number])
+        assert len(asked) == expected
+
+
 @pytest.mark.parametrize("twist", [flipped, lambda data: data[:-1], lambda data: b"", gone])
 def test_a_bad_manifest_names_its_source_and_the_old_version_is_held(run, twist):
     bad = Twisted(run.store, "relay 7", manifest=twist)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from aiohttp import web
 
 from baton.swarm.audit_log import AuditLog
-from baton.swarm.auth import AccessGrant, Authenticator, Denied, Role
+from baton.swarm.auth import INVALID_TOKEN, AccessGrant, Authenticator, Denied, Role
 from baton.swarm.hub.admission import RateLimit
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.worker_access import WorkerAccess, WorkerRequirements
@@ -65,7 +65,9 @@ class AccessControl(WorkerAccess):
         route = request.match_info.route.resource
         self.audit.denied(denied, request.remote or "", route.canonical if route else "")
         kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
-        raise kind(text=denied.reason)
+        # without this header, a later request with the same token may succeed
+        final = {"WWW-Authenticate": INVALID_TOKEN} if all(refusal.is_final for refusal in refusals) else {}
+        raise kind(text=denied.reason, headers=final)
 
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> Denied | None:
         """Return the reason why a connected worker must be disconnected, or None if it may stay connected. Reasons are

@@ -195,7 +195,7 @@ class Membership:
         self.execute(self.broker.held(peer.number, hello.leases))
         self.on_message(peer, messages.Heartbeat(hello.serves, peer.stats))
         if self.want is not None:
-            outgoing.put(self.want)
+            outgoing.put(msgspec.structs.replace(self.want, relays=self.relays.urls()))
         return peer
 
     def _add(self, peer: Peer) -> Peer:

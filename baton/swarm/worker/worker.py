@@ -33,6 +33,7 @@ from baton.policy.load import device_type, dtype_here
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm import messages
 from baton.swarm import version_sync as vs
+from baton.swarm.auth import INVALID_TOKEN
 from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verification.verify import WorkerClass
 from baton.swarm.worker.engine_driver import EngineDriver, EngineThread
@@ -169,7 +170,9 @@ class SwarmWorker:
                     url, headers=headers, max_msg_size=8 * messages.MAX_FRAME_BYTES
                 )
         except aiohttp.WSServerHandshakeError as error:
-            if error.status in (401, 403) and self.session.welcome is None:
+            # without the header, the hub cannot read its file of tokens at the moment
+            is_invalid = error.headers is not None and error.headers.get("WWW-Authenticate") == INVALID_TOKEN
+            if error.status == 403 or (error.status == 401 and (is_invalid or self.session.welcome is None)):
                 raise UserError(
                     f"the hub at {self._options.url} refuses this token ({error.status}): ask its owner for a new one "
                     "(baton token create --role worker)"
