@@ -35,12 +35,13 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
         lines.append(
             f"{pool.name}: {least / GB:.3g} GB needed with tp = {tp}, pp = {pp}, {limit / GB:.3g} GB available"
         )
-    cache = f"one trajectory of {work.longest_tokens:,.0f} tokens"
+    cache, shorter = f"one trajectory of {work.longest_tokens:,.0f} tokens", "Shorter responses"
     if work.engine_context_tokens:
-        cache = f"a KV cache of {MIN_SLOTS + KEPT_CONTEXTS} × {work.engine_context_tokens:,} tokens"
+        tokens, shorter = max(work.engine_context_tokens, work.longest_tokens), "A smaller engine.context_tokens"
+        cache = f"a KV cache of {MIN_SLOTS + KEPT_CONTEXTS} × {tokens:,.0f} tokens"
     raise UserError(
         f"infeasible: rollout memory. {model.name} with {cache} fits on no "
-        f"GPU type in any replica shape ({'; '.join(lines)}). Shorter responses or GPUs with more memory would help"
+        f"GPU type in any replica shape ({'; '.join(lines)}). {shorter} or GPUs with more memory would help"
     )
 
 

@@ -83,8 +83,8 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
             )
         if head in found and head.weight is getattr(embedding, "weight", None):
             raise UserError(
-                f"{what} is the head, but {type(model).__name__} uses the same weights as embedding, which the adapter "
-                f"would change too; allowed are {', '.join(_linear_layers(model))}"
+                f"{what} is the head, but {type(model).__name__} ties its head to the embedding, so the adapter would "
+                f"change both; allowed are {', '.join(_linear_layers(model))}"
             )
 
 

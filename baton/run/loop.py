@@ -119,10 +119,8 @@ class RunBatches(BatchRecords):
         self.run.write_groups(step, groups)
 
     def remove_after(self, step: int) -> None:
-        if later := self.run.remove_groups_after(step):
-            self.say(
-                f"the recorded batches of steps {later[0]} to {later[-1]} are removed: their groups are open again"
-            )
+        if self.run.remove_groups_after(step):
+            self.say(f"recorded batches after step {step} are removed: their groups are put into new batches")
 
     def replaced(self, step: int, groups: Sequence[Group], warning: str) -> None:
         self.run.write_groups(step, groups)

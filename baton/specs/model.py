@@ -23,12 +23,12 @@ QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
 HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
 """Model types with a norm for the queries and keys of each head."""
 FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+"""Model types with four norms in each layer. Other types have two."""
 TIED = {
     *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2"),
     *("gpt_bigcode", "gpt_neo", "lfm2", "mpt", "opt", "smollm3", "starcoder2", "xglm"),
 }
 """Families whose configuration in transformers ties the embeddings unless config.json states otherwise."""
-"""Model types with four norms in each layer. Other types have two."""
 SYNONYMS = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "hidden_size": ("n_embd", "d_model", "dim"),

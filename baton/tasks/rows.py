@@ -172,7 +172,7 @@ def _plain(what: str, where: str, row: Row) -> Row:
         plain: Row = msgspec.to_builtins(row, str_keys=True, enc_hook=_time_as_text)
     except TypeError as error:
         raise UserError(
-            f"{what}: {where} has a value that is neither text, a number, a date nor bytes: {error}; remove its column"
+            f"{what}: {where} has a value that cannot be stored as JSON: {error}; remove its column"
         ) from error
     return plain
 

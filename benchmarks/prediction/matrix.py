@@ -8,10 +8,10 @@
 `--longer 2` doubles the train steps of lengths, profiles and runs. This averages more changes of the machine's speed,
 and more groups, of which only those whose rewards differ are trained on.
 
-The predictions come from simulations with the calibrations of `baton profile`, whose runs have seed 1. The measured
-runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl, with commit, hardware,
-and, during profile and run, the processor time that other processes and other virtual machines used, and the speed of
-the processor.
+The predictions come from simulations with the calibrations of `baton profile`, whose runs have the seed after that of
+the measured run. Unless `--set run.seed=…` says otherwise, measured runs have seed 0. `measure` appends predictions
+and measurements to results/matrix/runs.jsonl, with commit, hardware, and, during profile and run, the processor time
+that other processes and other virtual machines used, and the speed of the processor.
 """
 
 from __future__ import annotations

@@ -203,7 +203,9 @@ def test_times_of_pandas_become_texts_and_images_are_refused(tmp_path: Path) -> 
     rows = [{"prompt": "?", "answer": "1"}, {"prompt": "?", "answer": "1", "picture": Picture()}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.load_from_disk", lambda path: SimpleNamespace(with_format=lambda kind: rows))
-        with pytest.raises(UserError, match=r"row 2 has a value that is neither .*Picture; remove its column"):
+        with pytest.raises(
+            UserError, match=r"row 2 has a value that cannot be stored as JSON: .*Picture; remove its column"
+        ):
             FileTask("mine", str(tmp_path))
 
 

@@ -171,7 +171,7 @@ def test_targets_may_be_named_and_must_exist(base):
             make_trainer(load(base), lora=LoraSettings(targets=targets))
     with pytest.raises(UserError, match=r"got 'embed_tokens', which matches a layer that is not linear; allowed are"):
         make_trainer(load(base), lora=LoraSettings(targets=("q_proj", "embed_tokens")))
-    with pytest.raises(UserError, match=r"got 'lm_head', which is the head, but .* uses the same weights as embedding"):
+    with pytest.raises(UserError, match=r"got 'lm_head', which is the head, but .* ties its head to the embedding"):
         make_trainer(tiny_model(tie_word_embeddings=True), lora=LoraSettings(targets=("lm_head",)))
 
 
