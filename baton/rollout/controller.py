@@ -193,9 +193,6 @@ class RolloutController:
         have rewards. The first call passes the present number. Each later call passes only the increase. Raises
         DeadlineExceeded if the worker makes no progress, and Stopped on a stop request; in both cases, the journal
         contains all reported tokens."""
-        if self.rules.is_swarm:  # no message is read while nothing is leased, and a trajectory may have been revoked
-            for message in self._worker.transport.receive(0.0):
-                self._on_message(message)
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -221,6 +218,9 @@ class RolloutController:
                 self._pump(SHORT_WAIT_S)
             else:
                 is_over(1.0)
+        if self.rules.is_swarm and not self.scheduler.num_leased:  # `_pump` reads no messages then
+            for message in self._worker.transport.receive(0.0):  # a finished trajectory may have been revoked
+                self._on_message(message)
         self.seconds["hidden"] += self.scheduler.running_s(self._now_s()) - begin_s
 
     @contextmanager

@@ -18,7 +18,6 @@ from baton.records.journal import IssuedGroup, Journal, StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
-from baton.rollout.scheduler_state import TrajectoryState
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
@@ -434,19 +433,23 @@ class Revokes(LocalTransport):
         return [*(WorkRevoked(1, *key, "quarantine") for key in self.chosen()), *super().receive(timeout_s)]
 
 
-def test_a_trajectory_that_was_revoked_before_a_batch_is_requested_is_not_in_it() -> None:
-    """While nothing is leased, no message is read during a train step."""
+def test_a_trajectory_that_is_revoked_during_a_train_step_is_not_in_the_next_batch() -> None:
+    """Also if nothing is leased during the train step, so that nobody waits for messages."""
     port = Revokes()
     bench = Bench("async", port, is_swarm=True, on_new_version="keep", max_staleness=2)
     bench.begin()
-    bench.step(ticks=400)
-    scheduler = bench.controller.scheduler
-    complete = [group for group in scheduler.groups() if all(m.state is TrajectoryState.SCORED for m in group.members)]
-    assert len(complete) >= 4
-    waiting = [(group.group_id, 0) for group in complete]
+    bench.controller.next_batch()
+    ticks, scheduler = iter(range(400)), bench.controller.scheduler
+    bench.controller.run_until(lambda timeout_s: next(ticks, None) is None)
+    assert not scheduler.num_leased, "all groups that may be open are complete"
+    waiting = [(group.group_id, 0) for group in scheduler.groups()]
+    assert len(waiting) >= 4
     port.chosen = lambda: [waiting.pop() for _ in list(waiting)]
+    bench.controller.run_until(lambda timeout_s: True)
+    bench.version += 1
+    bench.publish()
     before = scheduler.ledger.generated
-    assert bench.step(ticks=0)
+    assert bench.controller.next_batch()
     assert scheduler.ledger.generated > before, "they were generated again"
 
 
