@@ -283,7 +283,7 @@ def test_a_run_sends_its_versions_to_actors_and_outlives_one_and_its_machine(
     )  # fmt: skip
     loop = train_on_ray(Order(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
     assert loop.state.step == num_steps
-    assert f"worker-0 on {b}: 1 core, 12 slots, 50 % of the work; receives weights directly" in witness.lines
+    assert f"worker-0 on {b}: 1 core, 8 slots, 50 % of the work; receives weights directly" in witness.lines
     assert c not in nodes.by_name
     assert not list((tmp_path / "r").rglob("weights/*"))
     rows = [row for row in read_metrics(load(()).run.path) if "policy/loss" in row]
