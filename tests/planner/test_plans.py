@@ -167,7 +167,7 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"other.json is not a plan: .*cluster"):
         read_plan(tmp_path / "other.json")
     (tmp_path / "other.json").write_bytes((tmp_path / "plan.json").read_bytes().replace(b"Fast", b"F\xe4st"))
-    with pytest.raises(UserError, match=r"other.json is not a plan: .*utf-8"):
+    with pytest.raises(UserError, match=r"other.json is not a plan: (?i:.*utf-8)"):
         read_plan(tmp_path / "other.json")
     for part in ("stages", "replicas"):
         for is_missing in (True, False):
