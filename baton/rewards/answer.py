@@ -34,7 +34,13 @@ INSTRUCTIONS: dict[str, str] = {
 """Answer format → system message asking for this format, unless `answer.instruct = false`. `regex` has no message."""
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?<!\w)[$€£]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+_UNDERLINED = r"(?<=\b_)|(?<=\b__)"
+"""After the underscores of Markdown's emphasis, as in `_18_`, but not after that of a name, as in `x_1`."""
+_NUMBER = re.compile(
+    rf"(?:(?:(?<![\w)])|{_UNDERLINED})[-−])?(?:(?<!\w)|{_UNDERLINED})[$€£]?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+)
+_BRACE = re.compile(r"\\+boxed\{|\\.|[{}]", re.DOTALL)
 _STATED = re.compile(
     r"(?i:answer|(?:correct|right|best)\s+(?:choice|option))[\s*_]*(?::|(?i:is|must\s+be|should\s+be|would\s+be)\b:?)"
     r"[\s:*_$({\[]*(?:\\\w+\{){0,2}([A-Z])(?![\w'’])"
@@ -59,13 +65,18 @@ def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = ""
     final = response.rpartition("</think>")[2]
     if answer_format == "last_number":
         number = _last(_NUMBER, final)
-        return None if number is None else number.replace("−", "-").translate(str.maketrans("", "", "$€£"))
+        return None if number is None else plain_number(number)
     if answer_format == "letter":
         stated = choice_letter(_last_boxed(final) or "") or _last(_STATED, final)
         line = final.strip().rpartition("\n")[2]
         return stated or choice_letter(line) or _last(re.compile(r"\(([A-Z])\)"), line)
     lines = final.strip().splitlines()
     return lines[-1].strip() if lines else None
+
+
+def plain_number(text: str) -> str:
+    """Return the text of a number without currency signs, and with `-` for the minus sign `−`."""
+    return text.replace("−", "-").translate(str.maketrans("", "", "$€£"))
 
 
 def choice_letter(text: str) -> str | None:
@@ -93,13 +104,13 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _last_boxed(response: str) -> str | None:
-    start = response.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for place in range(begin, len(response)):
-        depth += {"{": 1, "}": -1}.get(response[place], 0)
-        if depth == 0:
-            return response[begin:place].strip()
-    return None
+    """Return the content of the last `\\boxed{…}` with balanced braces. `\\{` and `\\}` are text, not braces."""
+    starts: list[int] = []
+    """Ends of the opening braces that are not closed yet; -1 for braces other than those of `\\boxed`."""
+    found = None
+    for brace in _BRACE.finditer(response):
+        if brace[0] == "{" or len(brace[0]) > 2:
+            starts.append(-1 if brace[0] == "{" else brace.end())
+        elif brace[0] == "}" and starts and (start := starts.pop()) >= 0:
+            found = max(found or (0, 0), (start, brace.start()))
+    return None if found is None else response[slice(*found)].strip()

@@ -33,10 +33,14 @@ class ChatFormat(msgspec.Struct, frozen=True):
 
     def outcome(self, reply: Any) -> Outcome:
         try:
-            text = str(reply["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError):
+            choice = reply["choices"][0]
+            text, is_cut = str(choice["message"]["content"]), choice.get("finish_reason") == "length"
+        except (KeyError, IndexError, TypeError, AttributeError):
             return malformed(reply, "has no choices[0].message.content")
         shown = text if len(text) <= 80 else f"…{text[-80:]}"
+        if is_cut:  # its last number may be a part of the rating, or of the reasoning before it
+            most = f"max_new_tokens = {self.max_new_tokens}"
+            return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}, which was cut at {most}: raise it")
         try:
             match = last_match(self.pattern, text)
         except TimeoutError:

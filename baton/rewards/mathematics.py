@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
 from baton.errors import UserError
 from baton.rewards.scorer_protocol import CallFailure, CallValue, Outcome
 from baton.types import FailureCause
+
+_MARKED = re.compile(r"\\boxed|(?<!\\)\$")
+"""Marks of mathematics in a text, by which math-verify finds it. `\\$` is a currency sign, not a mark."""
 
 
 def check_installed() -> None:
@@ -49,5 +53,5 @@ def math_score(answer: str | None, reference: str | None) -> Outcome:
 def _parsed(text: str) -> list[Any]:
     import math_verify
 
-    marked = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+    marked = text if _MARKED.search(text) else f"\\boxed{{{text}}}"
     return list(math_verify.parse(marked, parsing_timeout=None))

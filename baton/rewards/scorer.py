@@ -363,9 +363,7 @@ class RewardScorer:
         """Return the scorer of a reward part, or None if the part takes its value from the task's scorer."""
         match reward.kind:
             case "exact":
-                return _InlineScorer(
-                    reward.name, lambda call: CallValue(float(call.answer == (call.prompt.answer or "").strip()))
-                )
+                return _InlineScorer(reward.name, _is_reference)
             case "format":
                 return _InlineScorer(reward.name, lambda call: CallValue(float(self._meets_format(call))))
             case "math":
@@ -489,6 +487,13 @@ def _scored(finished: Finished, result: RewardResult) -> ScoredTrajectory:
     failure = None if result.cause is None else CallFailure(result.cause, result.failure or "")
     judged = _judged(base.reward + result.reward, {**result.parts, **base.parts}, is_correct, base.answer, failure)
     return msgspec.structs.replace(finished, judgement=judged)
+
+
+def _is_reference(call: Call) -> Outcome:
+    reference = call.prompt.answer
+    if reference is None:  # as of some tasks of reasoning-gym, which have many correct answers
+        return CallFailure(FailureCause.MALFORMED, "has no reference answer to compare with")
+    return CallValue(float(call.answer == reference.strip()))
 
 
 def _judged(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import UserError
-from baton.rewards.answer import choice_letter
+from baton.rewards.answer import choice_letter, plain_number
 from baton.rewards.dataset_columns import (
     LETTERS,
     PROMPT_COLUMNS,
@@ -53,6 +53,9 @@ class FileTask:
         if prompt_column == "prompt":  # all rows use the column that the first row has
             prompt_column = next((c for c in PROMPT_COLUMNS if rows[0][1].get(c) is not None), prompt_column)
         self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
+        self._names_column = answer_column is not None
+        if answer_column is None:  # as for the prompt
+            self._answer_column = next((c for c in REFERENCE_COLUMNS if lookup(rows[0][1], c) is not None), None)
         self.rows = [self._problem(where, row) for where, row in rows]
         self.columns = frozenset(name for row in self.rows for name in row.metadata)
         self._order = lru_cache(maxsize=4)(self._make_order)
@@ -99,14 +102,18 @@ class FileTask:
 
     def _value(self, where: str, row: Row) -> str | int | float:
         column = self._answer_column
-        value = find_reference(row) if column is None else lookup(row, column)
-        if value is None:
-            if column is None:
+        value = None if column is None else lookup(row, column)
+        is_blank = value != value or (isinstance(value, str) and not value.strip())
+        if value is None or is_blank:
+            if self._names_column:
+                hint = "which answer_column names"
+            elif find_reference(row) is None:
                 others = ", ".join(REFERENCE_COLUMNS[1:])
                 hint = f"nor {others}: name the column with answer_column, or set scorer = 'none'"
             else:
-                hint = "which answer_column names"
-            raise UserError(f"{where} has no {column or 'answer'!r}; it has {sorted(row)} ({hint})")
+                hint = "the column of the first row; name another with answer_column"
+            found = "an empty" if is_blank else "no"
+            raise UserError(f"{where} has {found} {column or 'answer'!r}; it has {sorted(row)} ({hint})")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UserError(f"{where}: {column or 'answer'!r} must be a string or a number, got {_shown(value)}")
         return value
@@ -123,11 +130,14 @@ class FileTask:
         return text.strip()
 
     def _choice(self, where: str, value: Any, labels: list[str], texts: list[str]) -> str:
-        """Return the letter of the correct choice. `value` states the choice as an index from 0, a letter, a label or
+        """Return the letter of the correct choice. `value` states the choice as a label, an index from 0, a letter or
         the choice's text."""
+        names = [str(label) for label in labels]  # ARC has the labels 1 to 4 in some rows
+        if str(value) in names:
+            return LETTERS[names.index(str(value))]
         if isinstance(value, int) and 0 <= value < (len(texts) or len(LETTERS)):
             return LETTERS[value]
-        for known in (labels, texts, list(LETTERS[: 0 if texts else None])):
+        for known in (texts, list(LETTERS[: 0 if texts else None])):
             if value in known:
                 return LETTERS[known.index(value)]
         raise UserError(
@@ -181,4 +191,5 @@ def _same_number(answer: str, reference: str) -> bool:
 
 def _number(text: str) -> Decimal:
     """Return the exact value of a number. Commas may only group thousands: `1,200` is 1200, but `1,2` is not 12."""
+    text = plain_number(text)
     return Decimal(text.replace(",", "") if _GROUPED.fullmatch(text.strip()) else text)

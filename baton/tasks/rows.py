@@ -7,6 +7,7 @@ snapshot that `hf download --repo-type dataset` stored in the hub cache.
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -52,7 +53,10 @@ def read_rows(what: str, path: str, split: str = "train", config: str | None = N
 
 def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
     # str.splitlines would also split at other line separators, which a JSON text may contain
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+    data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if data.lstrip().startswith(b"["):
+        raise UserError(f"{what}: {file} has a JSON array; allowed is JSONL, with one object per line")
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
             where = f"{file}, line {number}"
             try:
@@ -80,6 +84,8 @@ def _parquet_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
                     number += 1
                     where = f"{file}, row {number}"
                     yield where, _plain(what, where, row)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: {file}, row {number + 1} or later, has text that is not UTF-8: {error}") from error
     except (ArrowException, OSError) as error:
         raise UserError(f"{what}: {file} is not a parquet file: {first_line(error)}") from error
 

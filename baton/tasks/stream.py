@@ -221,6 +221,9 @@ class TaskMixture:
             for problem in task.rows
             if self.evaluates(name, problem)
         }
+        trains_episodes = any(isinstance(task, EnvironmentTask) for task in self.tasks.values())
+        self._undrawn = [n for n, s in self._tests.items() if trains_episodes and s.uses_all and s.environment]
+        """Test sets of environments whose rows have not been drawn yet, so that `_tested` lacks their problems."""
 
     @property
     def scored_tasks(self) -> dict[str, FileTask | GymTask]:
@@ -248,7 +251,13 @@ class TaskMixture:
         self.has_room = lambda prompt: num_tokens(prompt) <= self.max_tokens[prompt.task]
 
     def trains_on(self, name: str, problem: Problem) -> bool:
-        """Return whether a problem of a task is trained on: it is neither held out nor in a test set."""
+        """Return whether a problem of a task is trained on: it is neither held out nor in a test set. The first call
+        draws the rows of test sets of environments."""
+        while self._undrawn:
+            test = self.tests[self._undrawn[-1]]
+            assert isinstance(test, EnvironmentTask)
+            self._tested.update(test.draw(0, index).problem_id for index in range(len(test.rows)))
+            self._undrawn.pop()
         return problem.problem_id not in self._tested and (name in self._trains_all or not problem.is_held_out)
 
     def evaluates(self, name: str, problem: Problem) -> bool:
@@ -282,7 +291,14 @@ class TaskMixture:
                 rows = len(task.rows) if own.uses_all and isinstance(task, FileTask | EnvironmentTask) else num_prompts
                 share = own.num_prompts or rows
                 found = self._distinct(name, task, share if or_fewer else min(share, num_prompts), set(), or_fewer=True)
+                if len(found) == 1 < rows and len({task.draw(0, i).problem_id for i in range(rows)}) == 1:
+                    raise UserError(
+                        f"test set {name!r}: its {rows} rows are one problem, because their first observations are "
+                        "equal; give the environment a method `canonical` that returns another text for each problem"
+                    )
                 self._tested.update(prompt.prompt_id for prompt in found)
+                if len(found) == rows and name in self._undrawn:
+                    self._undrawn.remove(name)
                 prompts += found
             return prompts
         seen: set[str] = set()

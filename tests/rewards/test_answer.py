@@ -44,6 +44,10 @@ def test_tags_hold_the_answer(response: str, answer: str | None, is_met: bool) -
         ("\\boxed{\\boxed{4}}", "4", False),  # the innermost of a nest is the last that opens
         ("\\boxed{\\frac{1}{2}", None, False),
         ("\\boxed 4", None, False),
+        ("\\boxed{5}, so I end with \\boxed{", "5", False),
+        ("\\boxed{\\left\\{ x \\right.}", "\\left\\{ x \\right.", True),
+        ("in {braces: \\boxed{3} }}", "3", True),
+        ("\\\\boxed{3}", "3", True),  # escaped as in JSON
         ("", None, False),
     ],
 )
@@ -79,6 +83,9 @@ def test_the_last_line_after_the_thought_is_the_answer(response: str, answer: st
         ("$-5", "-5"),
         (".5", ".5"),
         ("72.", "72"),
+        ("_18_", "18"),
+        ("so __-18__", "-18"),
+        ("18 = x_1", "18"),
         ("room2 has H2O", None),
         ("<think>4</think>five", None),
         ("", None),

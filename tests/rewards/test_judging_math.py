@@ -48,6 +48,11 @@ def asking_for(reference: str) -> Prompt:
         ("x^2 + 1", "1 + x^2", True),
         ("thus $x = 4$, so \\boxed{4}", "4", True),  # a whole solution as reference
         ("\\text{Paris}", "\\text{Paris}", True),
+        ("36", "\\$36", True),  # a currency sign marks no mathematics
+        ("\\$1{,}200", "1200", True),
+        ("\\$32,\\!348", "\\$32,348", True),
+        ("x = \\$5", "\\$5", True),
+        ("\\$36", "\\$37", False),
         ("1/2", "\\frac{1}{3}", False),
         ("72", "27", False),
         ("72", "", False),

@@ -9,7 +9,8 @@ import pytest
 from baton.rewards import patterns
 from baton.rewards.answer import extract_answer
 from baton.rewards.chat import ChatFormat
-from baton.rewards.scorer_protocol import CallFailure
+from baton.rewards.scorer_protocol import CallFailure, CallValue
+from baton.rewards.settings import RewardSettings
 
 SLOW = r"(a|a|b)+(a|a|c)+(a|a|d)+$"
 TEXT = "a" * 2000 + "!"
@@ -32,6 +33,18 @@ def test_a_reply_whose_number_is_not_found_in_time_is_a_failure_and_no_reward() 
     outcome = ChatFormat("judge", "{response}", SLOW, 16).outcome({"choices": [{"message": {"content": TEXT}}]})
     assert isinstance(outcome, CallFailure)
     assert "took more than" in outcome.detail
+
+
+@pytest.mark.parametrize("text", ["Step 1: they computed 4500 and", "Rating: 1"])
+def test_a_reply_that_was_cut_is_a_failure_although_it_has_a_number(text: str) -> None:
+    judge = ChatFormat("judge", "{response}", RewardSettings.model_fields["pattern"].default, 16)
+    choice = {"message": {"content": text}}
+    outcome = judge.outcome({"choices": [{**choice, "finish_reason": "length"}]})
+    assert isinstance(outcome, CallFailure)
+    assert "was cut at max_new_tokens = 16: raise it" in outcome.detail
+    assert isinstance(judge.outcome({"choices": [{**choice, "finish_reason": "stop"}]}), CallValue)
+    assert isinstance(judge.outcome({"choices": [choice]}), CallValue)
+    assert isinstance(judge.outcome({"choices": [[]]}), CallFailure)
 
 
 def test_the_last_match_counts_and_its_first_group_that_took_part() -> None:

@@ -163,6 +163,14 @@ def test_the_correct_choice_is_an_index_a_letter_or_a_text(tmp_path: Path, answe
     assert prompt.answer == letter
 
 
+@pytest.mark.parametrize("labels", [[1, 2, 3], ["1", "2", "3"]])
+@pytest.mark.parametrize("answer", [1, "1"])
+def test_a_label_of_the_row_is_no_index(tmp_path: Path, labels: list[object], answer: object) -> None:
+    row = ARC | {"choices": {**ARC["choices"], "label": labels}, "answerKey": answer}
+    (prompt,) = opened(tmp_path, row, scorer="letter").held_out(1, or_fewer=True)
+    assert prompt.answer == "A"
+
+
 @pytest.mark.parametrize("answer", [4, -1, "E", "5", 1.5])
 def test_an_answer_that_is_none_of_the_choices_is_refused(tmp_path: Path, answer: object) -> None:
     with pytest.raises(

@@ -63,6 +63,8 @@ def test_a_file_with_too_few_held_out_rows_says_how_many_there_are(tmp_path: Pat
         ("12.0", "12", 1.0),
         ("1,200", "1200", 1.0),
         ("0.10", ".1", 1.0),
+        ("−12", "-12", 1.0),
+        ("$12", "12", 1.0),
         ("Paris", "Paris", 1.0),
         ("paris", "Paris", 0.0),
         ("12", "1,2", 0.0),  # a pair is no number
@@ -96,6 +98,11 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
             b'{"prompt": "?", "answer": 1, "more": [1267650600228229401496703205376]}',
             "line 3 has an integer of more than",
         ),
+        (b'{"prompt": "?", "answer": " "}', "line 3 has an empty 'answer'; it has ['answer', 'prompt'] (the"),
+        (
+            b'{"prompt": "?", "solution": "1"}',
+            "line 3 has no 'answer'; it has ['prompt', 'solution'] (the column of the",
+        ),
         (b'{"prompt": "?", "answer": [1]}', "line 3: 'answer' must be a string or a number"),
         (b'{"prompt": "?", "answer": null}', "line 3 has no 'answer'; it has ['answer', 'prompt'] (nor ground_truth,"),
     ],
@@ -108,6 +115,15 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, compla
     assert str(caught.value).startswith(f"task 'mine': {path}, ")
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_text_and_an_array_is_no_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "?", "answer": 1}\n')
+    assert len(FileTask("mine", str(path)).rows) == 1
+    path.write_text('[{"prompt": "?", "answer": 1}]')
+    with pytest.raises(UserError, match=r"q.jsonl has a JSON array; allowed is JSONL, with one object per line"):
+        FileTask("mine", str(path))
 
 
 def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:

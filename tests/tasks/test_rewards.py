@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 from task_cases import mixture
@@ -58,6 +59,12 @@ def test_another_right_expression_is_correct_but_not_exact() -> None:
     found = judge(RewardSettings(kind="correct"), RewardSettings(kind="exact"))
     judgement = found.score(PROMPT, answered(f"({PROMPT.answer})"))
     assert judgement.parts == {"correct": 1.0, "exact": 0.0}
+
+
+def test_without_a_reference_no_answer_is_exact() -> None:
+    found = judge(RewardSettings(kind="exact")).score(msgspec.structs.replace(PROMPT, answer=None), answered(""))
+    assert found.cause is FailureCause.MALFORMED
+    assert found.failure == "exact has no reference answer to compare with"
 
 
 def test_partial_credit_is_a_reward_only_by_kind_score_and_never_accuracy() -> None:

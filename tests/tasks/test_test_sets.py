@@ -45,6 +45,35 @@ def test_no_problem_of_a_test_set_is_trained_on(tmp_path: Path) -> None:
         assert set(asked(PromptStream(tasks, seed=1).take(90 * 3))) == set(expected)
 
 
+@pytest.mark.parametrize("evaluated", [None, 2, 20])
+def test_no_episode_of_a_test_set_is_trained_on_whatever_evaluations_use(tmp_path: Path, evaluated: int | None) -> None:
+    """Ten of the thirty programming problems to train on are among the twenty of the test set."""
+
+    def problems(name: str, numbers: range) -> str:
+        lines = [json.dumps({"prompt": f"Return {i} + 1.", "tests": [[[], i + 1]]}) for i in numbers]
+        (tmp_path / name).write_text("\n".join(lines))
+        return str(tmp_path / name)
+
+    keys = {"environment": "code", "params": {"allow_unisolated": True}}
+    task = TaskSettings(name="train", path=problems("train.jsonl", range(30)), **keys)
+    test = EvalTaskSettings(name="test", path=problems("test.jsonl", range(20, 40)), num_prompts=evaluated, **keys)
+    tasks = TaskMixture([task], PLAIN, tests=[test])
+    if evaluated is not None:
+        assert len(tasks.held_out(4, or_fewer=True)) == evaluated
+    prompts = PromptStream(tasks, seed=1).take(90)
+    trained = {int(p.messages[-1].content.partition("Return ")[2].split()[0]) for p in prompts}
+    assert trained <= set(range(20))
+    assert len(trained) > 10
+
+
+def test_rows_that_an_environment_shows_as_one_problem_are_no_test_set(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": "Guess.", "tests": [[[], i]]}) for i in range(3)))
+    test = EvalTaskSettings(name="test", path=str(file), environment="code", params={"allow_unisolated": True})
+    with pytest.raises(UserError, match=r"test set 'test': its 3 rows are one problem, because .* `canonical`"):
+        TaskMixture([], PLAIN, tests=[test]).held_out(4, or_fewer=True)
+
+
 def test_a_task_still_holds_out_its_tenth_unless_it_says_none(tmp_path: Path) -> None:
     trained = set(asked(PromptStream(mixture(tmp_path), seed=1).take(400)))
     tenth = {i for i in range(100) if i not in trained}
