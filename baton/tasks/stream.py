@@ -294,7 +294,7 @@ class TaskMixture:
                 if len(found) == 1 < rows and len({task.draw(0, i).problem_id for i in range(rows)}) == 1:
                     raise UserError(
                         f"test set {name!r}: its {rows} rows are one problem, because their first observations are "
-                        "equal; give the environment a method `canonical` that returns another text for each problem"
+                        "equal; give the environment a method `canonical` whose text differs between problems"
                     )
                 self._tested.update(prompt.prompt_id for prompt in found)
                 if len(found) == rows and name in self._undrawn:
