@@ -6,11 +6,12 @@ The child is `python -I -S sandbox.py`. Before the child executes the code, it p
 * Landlock (Linux 5.13) allows the child to read the files of Python and the system's libraries, and to make files in
   its empty working directory, but denies new directories and all other files;
 * seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, debugging
-  calls, and shared memory, which rlimits do not limit;
+  calls, and memory and disk space that rlimits do not limit: shared memory, files in memory, and fallocate;
 * if the child runs as root, it drops its capabilities.
 
 These restrictions need neither root nor namespaces. The code can use only the standard library. Code that exceeds the
-limit on CPU time counts as too slow. A limit on wall time, several seconds longer, ends code that sleeps.
+limit on CPU time counts as too slow. A limit on wall time, several seconds longer, ends code that sleeps. The parent
+kills code whose working directory has too many files or bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import os
 import platform
 import signal
@@ -25,6 +27,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +35,10 @@ from typing import Any
 
 MAX_OUTPUT_BYTES = 2**20
 MAX_OPEN_FILES = 32
+MAX_FILES, MAX_FILES_MIB = 1000, 64
+POLL_S = 0.05
+"""Seconds between two checks of the working directory. Between them, code may exceed `MAX_FILES` and
+`MAX_FILES_MIB`."""
 START_S = 10.0
 """Seconds that are added to the limit of wall time, because Python must start first."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -42,15 +49,15 @@ _FORBIDDEN = {
     # rt_tgsigqueueinfo pidfd_send_signal; ptrace process_vm_readv process_vm_writev; mount umount2 pivot_root chroot
     # unshare setns; bpf perf_event_open userfaultfd keyctl add_key request_key; io_uring_* pidfd_open pidfd_getfd;
     # chmod and chown in all forms; setxattr lsetxattr fsetxattr setxattrat; prlimit64 open_by_handle_at; shmget shmat
-    # semget msgget mq_open
+    # semget msgget mq_open; memfd_create memfd_secret fallocate
     "x86_64": (
         "41 53 42 49 44 46 57 58 59 322 62 200 234 129 297 424 101 310 311 165 166 155 161 272 308 321 298 323 250 248 "
         "249 425 426 427 434 438 90 91 92 93 94 260 268 452 188 189 190 463 302 304 "
-        "29 30 64 68 240"
+        "29 30 64 68 240 319 447 285"
     ),
     "aarch64": (
         "198 199 203 200 206 211 221 281 129 130 131 138 240 424 117 270 271 40 39 41 51 97 268 280 241 282 219 217 "
-        "218 425 426 427 434 438 52 53 54 55 452 5 6 7 463 261 265 194 196 190 186 180"
+        "218 425 426 427 434 438 52 53 54 55 452 5 6 7 463 261 265 194 196 190 186 180 279 447 47"
     ),
 }
 """Machine architecture → numbers of the system calls that fail with EPERM."""
@@ -76,7 +83,8 @@ class SandboxResult:
 def run_code(
     source: str, stdin: str = "", *, timeout_s: float = 5.0, memory_bytes: int = 2**30, allow_unisolated: bool = False
 ) -> SandboxResult:
-    """Execute Python source with the given standard input. Raises PermissionError if the isolation is incomplete."""
+    """Execute Python source with the given standard input. The result of code that exceeds `MAX_FILES` or
+    `MAX_FILES_MIB` contains only an error text. Raises PermissionError if the isolation is incomplete."""
     isolation(allow_unisolated=allow_unisolated)
     order = json.dumps([source, timeout_s, memory_bytes, allow_unisolated]).encode() + b"\n"
     with (
@@ -89,14 +97,21 @@ def run_code(
         inbox.seek(0)
         command = [sys.executable, "-I", "-S", str(Path(__file__))]
         process = subprocess.Popen(command, stdin=inbox, stdout=out, stderr=err, cwd=scratch, env={"LC_ALL": "C.UTF-8"})
+        is_full = False
         try:
-            process.wait(timeout_s + START_S)
-            is_timeout = process.returncode == -signal.SIGXCPU
-        except subprocess.TimeoutExpired:
-            is_timeout = True
+            for _ in range(math.ceil((timeout_s + START_S) / POLL_S)):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+                is_full = _is_full(scratch)
+                if is_full or process.returncode is not None:
+                    break
+            is_timeout = process.returncode in (None, -signal.SIGXCPU)
         finally:
             process.kill()
             process.wait(START_S)
+        if is_full:  # the same result whether the code was killed or ended before the check
+            text = f"OSError: the working directory may contain at most {MAX_FILES} files and {MAX_FILES_MIB} MiB\n"
+            return SandboxResult("", text, -signal.SIGKILL, False)
         # in a replay, the working directory has another name, so output must not contain the name
         stdout, stderr = (_text(file).replace(scratch, ".") for file in (out, err))
         return SandboxResult(stdout, stderr, process.returncode, is_timeout)
@@ -111,6 +126,18 @@ def isolation(*, allow_unisolated: bool) -> str:
             f"code cannot be isolated on this machine ({'; '.join(missing)}); allow_unisolated = true runs it anyway"
         )
     return "code runs with rlimits" + (f" but without {'; '.join(missing)}" if missing else ", Landlock and seccomp")
+
+
+def _is_full(directory: str) -> bool:
+    num_files = num_bytes = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # removed since it was listed
+                num_bytes += entry.stat(follow_symlinks=False).st_size
+            num_files += 1
+            if num_files > MAX_FILES or num_bytes > MAX_FILES_MIB * 2**20:
+                return True
+    return False
 
 
 def _text(file: Any) -> str:

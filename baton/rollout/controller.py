@@ -113,7 +113,9 @@ class RolloutController:
         """Largest number of leases that were active at the same time."""
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
-        self._is_interruptible = False
+        self.is_stopping = False
+        """True after a stop request has interrupted the draw of a prompt or the loading of a version: the scheduler's
+        last commands were not executed, so only `abort_all` may be called."""
         self._batch: list[Group] | None = None
         self._on_scored: Callable[[int], None] = lambda count: None
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
@@ -236,10 +238,7 @@ class RolloutController:
     def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
-        # If a stop interrupted load_weights, the worker cannot process an abort. If a stop interrupted the draw of a
-        # prompt, the scheduler's last commands were not executed. In both cases, as after a kill, only journaled tokens
-        # are kept.
-        if not self._is_interruptible:
+        if not self.is_stopping:  # otherwise, as after a kill, only journaled tokens are kept
             self._dispatch(ev.DispatchPaused(self._now_s()))
             with suppress(Stopped):  # raised instead of loading a version, after the last lease has ended
                 while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
@@ -258,12 +257,6 @@ class RolloutController:
     def version_trained(self, version: int) -> None:
         """Record that the trainer has made a version that will not be published."""
         self._dispatch(ev.VersionTrained(self._now_s(), version, is_published=False))
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a stop request has interrupted the draw of a prompt or the loading of a version. Only `abort_all` may
-        then be called."""
-        return self._is_interruptible
 
     @property
     def _is_busy(self) -> bool:
@@ -513,8 +506,12 @@ class RolloutController:
         self._apply_all(self.scheduler.handle(event))
 
     def _apply_all(self, commands: Iterable[ev.Command]) -> None:
-        for command in commands:
-            self._apply_command(command)
+        try:
+            for command in commands:
+                self._apply_command(command)
+        except Stopped:
+            self.is_stopping = True
+            raise
 
     def _apply_command(self, command: ev.Command) -> None:
         match command:
@@ -537,16 +534,12 @@ class RolloutController:
             case ev.Load():
                 assert self._version is not None, "the scheduler loads a version that was not published"
                 version, self._version = self._version, None
-                self._is_interruptible = True
                 self._worker.load_weights(self._tensors, version)
-                self._is_interruptible = False
                 self._dispatch(ev.VersionServed(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:
         if again is None:
-            self._is_interruptible = True
             (prompt, ids), attempts = self._prompts.take(), 0
-            self._is_interruptible = False
         else:
             before = self._requeued.pop(again)
             prompt, ids, attempts = before.prompt, before.prompt_ids, before.attempts + 1

@@ -266,8 +266,6 @@ class Loop:
         best = self.state.best_step
         self.evaluate()
         if self.state.best_step != best:
-            # save again even if this step has a checkpoint, because that checkpoint names an earlier step as the best
-            self.saved_step = -1
             self._save()
 
     def close(self) -> None:
@@ -433,15 +431,21 @@ class Loop:
         values: dict[str, float] = {"time/eval": self.clock.take().get("eval", 0.0)}
         for result in results:
             values |= evaluation_metrics(result)
-        self.metrics.write(self.state.step, values)
-        self.run.write_evaluation(self.state.step, results, recorded)
-        self.trace.flush()
-        self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
         # if a task has no scores, "all" would cover fewer tasks than in other evaluations
         overall = None if None in sampled else sampled[-1]
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
+            if self.saved_step == self.state.step:
+                # This step has a checkpoint, which names an earlier step as the best. It is replaced before the
+                # evaluation is recorded, because a resumed run does not repeat a recorded evaluation.
+                self.saved_step = -1
+                self._save()
+                self._finish_saving()
+        self.metrics.write(self.state.step, values)
+        self.run.write_evaluation(self.state.step, results, recorded)
+        self.trace.flush()
+        self.stats = self.port.stats()
         self.observer.evaluated(self.state.step, results)
         self._warn([*self.judge.warnings.take(f"evaluation after step {self.state.step}"), *impression])
 

@@ -103,17 +103,20 @@ class TrainSteps:
         groups, metrics = self._trained_on(Batch(step, tuple(groups)))
         self.port.consumed(step, groups)
         with self.clock.stage("weight_sync", step, "publish"):
-            if self.has_begun and self.controller.is_interrupted:
-                pass  # the run stops
-            elif not self.has_begun or self.publishes(step):
-                self.publish()
-            else:
-                with suppress(Stopped):  # as in `publish`
-                    self.controller.version_trained(step)
+            if not self.controller.is_stopping:
+                self._announce(step)
         self.step = step
         if self.has_begun:
             self.cursor = self.controller.cursor
         return TrainedStep(groups, counts, metrics)
+
+    def _announce(self, step: int) -> None:
+        """Publish the version of a train step, or record in the controller that it is not published."""
+        if not self.has_begun or self.publishes(step):
+            self.publish()
+        else:
+            with suppress(Stopped):  # as in `publish`
+                self.controller.version_trained(step)
 
     def publish(self) -> None:
         """Wait until the workers have loaded the trainer's version. A stop request ends the wait without an exception.

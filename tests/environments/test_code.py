@@ -57,6 +57,8 @@ def test_code_runs_with_its_input_and_the_standard_library() -> None:
         "import os; os.mkdir('a')",
         "import mmap; mmap.mmap(-1, 4096)",
         "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0, 'PermissionError'",
+        "import os; os.memfd_create('a')",
+        "import os; os.posix_fallocate(os.open('a', os.O_RDWR | os.O_CREAT), 0, 1)",
         "import os; os.fork()",
         "import os; os.execv('/bin/ls', ['ls'])",
         "import subprocess; subprocess.run(['ls'])",
@@ -81,6 +83,25 @@ def test_code_is_limited_in_memory_output_and_time() -> None:
     assert len(flood.stdout) == sandbox.MAX_OUTPUT_BYTES
     assert "File too large" in flood.stderr
     assert run_code("while True: pass", timeout_s=0.5).is_timeout
+
+
+@pytest.mark.parametrize("end", ["", "\nimport time; time.sleep(60)"])
+@pytest.mark.parametrize(("count", "size"), [(1100, 1), (70, 2**20)])
+def test_code_is_limited_in_the_number_and_the_sum_of_its_files(count: int, size: int, end: str) -> None:
+    write = "[open(str(i), 'wb').write(bytes({})) for i in range({})]; print('written')"
+    assert run_code(write.format(size, count // 2)).stdout == "written\n"
+    found = run_code(write.format(size, count) + end)
+    assert "at most 1000 files and 64 MiB" in found.stderr
+    assert (found.stdout, found.exit_code, found.is_timeout) == ("", -9, False)
+
+
+def test_code_that_fills_the_disk_passes_no_test() -> None:
+    task = CodeTask()
+    task.reset(seed=0, **ROW)
+    fill = "for i in range(1100):\n    open(str(i), 'w')\n"
+    text, reward, *_ = task.step(answer(fill + "def twice(x):\n    return x + x"))
+    assert "got OSError: the working directory may contain at most 1000 files and 64 MiB" in text
+    assert reward == 0.0
 
 
 def test_the_environment_of_the_run_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:

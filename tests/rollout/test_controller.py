@@ -470,6 +470,31 @@ def test_a_stop_during_a_train_step_in_async_still_collects_the_last_tokens() ->
     assert not bench.controller.scheduler.num_leased
 
 
+@pytest.mark.parametrize("error", [OSError(), Stopped()])
+def test_only_a_draw_that_a_stop_has_interrupted_makes_the_controller_stop(error: BaseException) -> None:
+    class Source(Prompts):
+        fails = False
+
+        def take(self) -> tuple[Prompt, tuple[int, ...]]:
+            assert not bench.controller.is_stopping
+            if self.fails:
+                raise error
+            return super().take()
+
+    def steps() -> None:
+        for _ in range(9):
+            bench.step()
+
+    source = Source()
+    bench = Bench("async", max_staleness=2, source=source)
+    bench.begin()
+    bench.step()
+    source.fails = True
+    with pytest.raises(type(error)):
+        steps()
+    assert bench.controller.is_stopping == isinstance(error, Stopped)
+
+
 class Refusing(LocalTransport):
     """A worker that is always at another version."""
 

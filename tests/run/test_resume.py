@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -25,10 +26,11 @@ from baton.records.metrics import read_metrics
 from baton.records.predictions import FILE, Prediction, Predictions
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop, train_here
-from baton.run.resume import skip_batch, with_dtypes, with_revisions
+from baton.run.loop import LoopState
+from baton.run.resume import LOOP_STATE, skip_batch, with_dtypes, with_revisions
 from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
-from baton.stop import StopRequest
+from baton.stop import Stopped, StopRequest
 from baton.trainer.checkpoint import list_checkpoints
 from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 from baton.views.terminal.progress import TerminalObserver
@@ -263,6 +265,38 @@ def test_the_best_checkpoint_outlives_the_latest(tiny_model: Path, tmp_path: Pat
     best = max(sampled, key=lambda step: (sampled[step], -step))
     kept = {int(path.name[5:]) for path in list_checkpoints(run.checkpoints)}
     assert kept == {9, best} - {0}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_kill_after_an_evaluation_that_a_resumed_run_repeats_keeps_the_best_accuracy(
+    tiny_model: Path, tmp_path: Path, *, background: bool
+) -> None:
+    class Observer(TerminalObserver):
+        """Stops the run in the evaluation, and later ends it after the evaluation."""
+
+        def phase(self, name: str, total: int) -> Any:
+            if name == "evaluate" and not wanted.run.path.joinpath("checkpoints/step_000001").exists():
+                raise Stopped
+            return super().phase(name, total)
+
+        def evaluated(self, step: int, results: Any) -> None:
+            raise KeyboardInterrupt
+
+    wanted = recipe(tiny_model, tmp_path, run__steps=1, eval__at_start=False, checkpoint__background=background)
+    observer = Observer(Console(quiet=True), 1)
+    loop = build_loop(wanted, observer, resume=False, overwrite=False)
+    loop.train()
+    loop.close()
+    assert not loop.run.evaluations()
+    loop = build_loop(wanted, observer, resume=True, overwrite=False)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train()
+    (checkpoint,) = list_checkpoints(loop.run.checkpoints)
+    found = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
+    loop.close()
+    assert loop.run.evaluations()
+    assert found.best_step == 1
+    assert found.best_accuracy >= 0
 
 
 def test_the_resolved_recipe_of_an_earlier_baton_is_read_without_keys_removed_since() -> None:

@@ -17,7 +17,7 @@ class Interrupted:
 
     def __init__(self) -> None:
         self.rules = RolloutSettings(mode="async").rules()
-        self.is_interrupted = False
+        self.is_stopping = False
         self.cursor, self.calls = "after", list[str]()
         member = ScoredTrajectory(
             Trajectory(0, 0, (2,), (Segment((3,), (-1.0,), 0),), FinishReason.STOP), RewardResult(1.0, {}, False)
@@ -29,7 +29,7 @@ class Interrupted:
         return self.groups
 
     def run_until(self, is_over: Any) -> None:
-        self.is_interrupted = True
+        self.is_stopping = True
         raise Stopped
 
     def publish(self, *_: Any) -> None:
