@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from pathlib import Path
 
-from baton.frames import frame_socket_of, frame_sockets
+from baton.frames import frame_socket_of, frame_sockets, ready
 from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES, LocalRanks
 from baton.trainer.parallel.messages import RankInfo, decode_to_rank, encode
 from tests.fork_server import Descriptor, Forked, start_process
 
 SIZE = 4
+START_S = 300.0
+STARTED = b"started"
+"""Answer of a process to `RankInfo`, which follows all answers to the last trainer."""
 M_MMAP_THRESHOLD = -3
 """Parameter of `mallopt`, from malloc.h."""
 
@@ -52,6 +56,11 @@ class LentRanks(LocalRanks):
         for rank in range(size):
             place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
             self._send_frame(rank, encode(place))
+        for socket in self._sockets:  # the last trainer may have ended before all ranks had answered its last request
+            deadline_s = time.monotonic() + START_S
+            while socket.receive() != STARTED:
+                assert time.monotonic() < deadline_s, "a rank of the pool did not begin anew"
+                ready([socket], START_S)
 
     def close(self) -> None:
         """They stay, for the next."""
@@ -74,6 +83,7 @@ def serve(descriptor: int, returns_memory: bool) -> None:
                 if server is not None:
                     server.close()
                 server = RankServer(message)
+                parent.send_all(STARTED)
             else:
                 assert server is not None
                 parent.send_all(encode(server.handle(message)))
