@@ -34,6 +34,26 @@ _out.flush()
 expected values, because the policy's code could otherwise return these values."""
 
 
+_FENCE = re.compile(r"(^[ \t]*)?```([^\n`]*)", re.MULTILINE)
+
+
+def last_code_block(text: str) -> str | None:
+    """Return the last complete block of Python code in Markdown; if no block is marked as Python, the last one without
+    a language. None if there is no such block."""
+    blocks: dict[bool, str] = {}
+    """The last block that is marked as Python, and the last one without a language."""
+    language, begin = None, 0
+    for fence in _FENCE.finditer(text):
+        label = fence[2].strip().lower()
+        if language is None or (label and fence[1] is not None):  # a label begins a block, even if the last has no end
+            language, begin = (label.split() or [""])[0], fence.end()
+            continue
+        if language in ("", "python", "python3", "py") and text[begin : begin + 1] == "\n":
+            blocks[bool(language)] = text[begin + 1 : fence.start()]
+        language = None
+    return blocks.get(True, blocks.get(False))
+
+
 def run_python(code: str) -> str:
     """
     Execute Python code and return what it prints.
@@ -95,11 +115,11 @@ class CodeTask:
         """Run the last code block on the examples and, if these pass, on the other tests."""
         self._turns_left -= 1
         is_last = self._turns_left <= 0
-        blocks = re.findall(r"```(?:python)?\n(.*?)```", action, re.DOTALL)
-        if not blocks:
+        code = last_code_block(action)
+        if code is None:
             text = "There is no code block. Write the function in ```python … ```."
             return text, 0.0, False, is_last, {"success": False, "tool": "code", "passed": 0.0}
-        outcomes = self._outcomes(blocks[-1])
+        outcomes = self._outcomes(code)
         failed = [(test, got) for test, got in zip(self._tests, outcomes, strict=True) if got != (test[1], None)]
         passed = 1 - len(failed) / len(self._tests)
         examples = [one for one in failed if one[0] in self._tests[:NUM_EXAMPLES]]

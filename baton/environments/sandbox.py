@@ -84,10 +84,14 @@ def run_code(
     source: str, stdin: str = "", *, timeout_s: float = 5.0, memory_bytes: int = 2**30, allow_unisolated: bool = False
 ) -> SandboxResult:
     """Execute Python source with the given standard input. The result of code that exceeds `MAX_FILES` or
-    `MAX_FILES_MIB` contains only an error text. Raises PermissionError if the isolation is incomplete."""
+    `MAX_FILES_MIB` contains only an error text. Raises PermissionError if the isolation is incomplete, and OSError if
+    the machine fails: the process ended before it executed the code, or waited too long for a processor."""
     isolation(allow_unisolated=allow_unisolated)
-    order = json.dumps([source, timeout_s, memory_bytes, allow_unisolated]).encode() + b"\n"
+    began, begins = os.pipe()
+    order = json.dumps([source, timeout_s, memory_bytes, allow_unisolated, begins]).encode() + b"\n"
     with (
+        os.fdopen(began, "rb") as has_begun,
+        os.fdopen(begins, "wb") as ours,
         tempfile.TemporaryDirectory(prefix="baton-code-") as scratch,
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as err,
@@ -96,8 +100,11 @@ def run_code(
         inbox.write(order + stdin.encode(errors="replace"))
         inbox.seek(0)
         command = [sys.executable, "-I", "-S", str(Path(__file__))]
-        process = subprocess.Popen(command, stdin=inbox, stdout=out, stderr=err, cwd=scratch, env={"LC_ALL": "C.UTF-8"})
-        is_full = False
+        process = subprocess.Popen(
+            command, stdin=inbox, stdout=out, stderr=err, cwd=scratch, env={"LC_ALL": "C.UTF-8"}, pass_fds=(begins,)
+        )
+        ours.close()
+        is_full, queued_s = False, 0.0
         try:
             for _ in range(math.ceil((timeout_s + START_S) / POLL_S)):
                 with suppress(subprocess.TimeoutExpired):
@@ -106,9 +113,15 @@ def run_code(
                 if is_full or process.returncode is not None:
                     break
             is_timeout = process.returncode in (None, -signal.SIGXCPU)
+            queued_s = seconds_queued(process.pid) if process.returncode is None else 0.0
         finally:
             process.kill()
             process.wait(START_S)
+        if not has_begun.read(1):
+            lines = _text(err).strip().splitlines() or [f"exit code {process.returncode}"]
+            raise OSError(f"the sandbox ended before it executed the code: {lines[-1][:300]}")
+        if queued_s > START_S:
+            raise OSError(f"the code waited {queued_s:.0f} s for a processor, so the machine is overloaded")
         if is_full:  # the same result whether the code was killed or ended before the check
             text = f"OSError: the working directory may contain at most {MAX_FILES} files and {MAX_FILES_MIB} MiB\n"
             return SandboxResult("", text, -signal.SIGKILL, False)
@@ -138,6 +151,14 @@ def _is_full(directory: str) -> bool:
             if num_files > MAX_FILES or num_bytes > MAX_FILES_MIB * 2**20:
                 return True
     return False
+
+
+def seconds_queued(pid: int) -> float:
+    """Return for how many seconds a process was ready to run, but had no processor; 0 if the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _text(file: Any) -> str:
@@ -182,6 +203,8 @@ def _limit(timeout_s: float, memory_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
+        hard = resource.getrlimit(kind)[1]  # such as the limit on memory of environment processes
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
@@ -248,7 +271,7 @@ def _main() -> None:
     line = bytearray()
     while not line.endswith(b"\n"):
         line += os.read(0, 1)
-    source, timeout_s, memory_bytes, allow_unisolated = json.loads(line)
+    source, timeout_s, memory_bytes, allow_unisolated, begins = json.loads(line)
     missing = _missing()
     _limit(timeout_s, memory_bytes)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -262,6 +285,8 @@ def _main() -> None:
         _restrict_calls()
     if missing and not allow_unisolated:
         sys.exit(f"not isolated: {missing}")
+    os.write(begins, b"1")  # from here on, an error is that of the code
+    os.close(begins)
     exec(compile(source, "<code>", "exec"), {"__name__": "__main__"})
 
 

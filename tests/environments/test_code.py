@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from environment_cases import pool_of, request, results
 
 from baton.environments import sandbox
 from baton.environments.calls import EnvironmentSpec, Observation
-from baton.environments.code import CodeTask, run_python
+from baton.environments.code import CodeTask, last_code_block, run_python
 from baton.environments.sandbox import isolation, run_code
 from baton.errors import UserError
 
@@ -130,6 +133,61 @@ def test_a_wrong_answer_is_told_its_failing_examples_and_may_be_corrected() -> N
     assert (reward, terminated, info["passed"]) == (0.0, False, 0.25)
     _, reward, terminated, _, info = task.step(answer("def twice(x):\n    return 2 * x"))
     assert (reward, terminated, info["success"], info["passed"]) == (1.0, True, True, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\n{code}\n```",
+        "```py\n{code}\n```",
+        "```Python \n{code}\n```",
+        "```python\r\n{code}\r\n```\r\n",
+        "```\n{code}\n```",
+        "```\n{code}```",
+        "Use `twice`:\n```text\ntwice(1)\n```\nThe function:\n```python\n{code}\n```",
+        "```python\n{code}\n```\nOutput:\n```\n2\n```",
+        "```python\nx = 1\n```\nbetter:\n```python\n{code}\n```",
+        "```python\nnever ended\n\n```python\n{code}\n```",
+        "The fence ```x``` is short. ```python\n{code}\n```",
+    ],
+)
+def test_the_last_block_of_python_is_the_answer(text: str) -> None:
+    task = CodeTask(max_turns=1)
+    task.reset(seed=1, **ROW)
+    assert task.step(text.format(code="def twice(x):\n    return 2 * x"))[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "```python\ndef twice(x): return 2 * x", "```sh\nls\n```", "```x``` ```python```"]
+)
+def test_without_a_complete_block_of_python_there_is_no_answer(text: str) -> None:
+    assert last_code_block(text) is None
+
+
+def test_a_sandbox_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = CodeTask(max_turns=1)
+    task.reset(seed=1, **ROW)
+    monkeypatch.setattr(sandbox, "isolation", lambda **_: "")  # in this process only: the child finds what is missing
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(OSError, match="the sandbox ended before it executed the code: exit code 1"):
+        task.step(answer("def twice(x): return 2 * x"))
+
+
+def test_a_lower_limit_on_the_memory_of_the_environments_process_is_kept() -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (400 * 2**20, 400 * 2**20))
+
+    run = "from baton.environments.sandbox import run_code; print(run_code('print(7)', memory_bytes=2**29))"
+    done = subprocess.run([sys.executable, "-c", run], preexec_fn=limited, capture_output=True, text=True, timeout=120)
+    assert "stdout='7\\n', stderr='', exit_code=0" in done.stdout, done.stderr
+
+
+def test_code_that_gets_no_processor_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "START_S", 2.0)
+    assert run_code("import time; time.sleep(60)", timeout_s=0.5).is_timeout
+    monkeypatch.setattr(sandbox, "seconds_queued", lambda pid: 2.5)
+    with pytest.raises(OSError, match="waited 2 s for a processor, so the machine is overloaded"):
+        run_code("import time; time.sleep(60)", timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
