@@ -239,6 +239,22 @@ def test_a_caller_that_joins_and_leaves_again_and_again_is_forgotten(bench):
     assert bench.in_hub(come_and_go) == 0
 
 
+def test_a_worker_that_has_left_is_forgotten_when_its_tokens_were_trained_on(bench):
+    first, _ = bench.join(2)
+    bench.begin()
+    bench.port.consumed(1, bench.step())
+    first.leave()
+    assert len(bench.in_hub(lambda: dict(bench.hub.members.authors))) == 2
+
+    def is_forgotten() -> bool:
+        bench.port.consumed(bench.version + 1, bench.step())
+        bench.in_hub(lambda: bench.hub.members.tick(0.0))
+        return len(bench.hub.members.authors) == 1
+
+    wait_until(is_forgotten, "the worker to be forgotten")
+    bench.assert_sound()
+
+
 def test_a_worker_that_returns_too_many_leases_is_named_once_and_in_the_status(bench):
     token = bench.tokens.create(Role.WORKER, 3600, name="stranger")
     members, grant = bench.hub.members, AccessGrant("stranger", Role.WORKER, False, digest_of(token))
