@@ -124,7 +124,7 @@ class EngineSettings(Settings):
     """Maximum tokens of prompt and response together. The KV cache has room for slots × max_context_tokens tokens."""
     dtype: DTypeChoice = "auto"
     """Dtype of weights and KV cache: bfloat16, float32, or `auto`: bfloat16 if `model.device` is CUDA, else float32."""
-    report_every_tokens: int = 256
+    report_every_tokens: int = Field(default=256, ge=1)
     """Maximum tokens between two reports of a trajectory. If a worker dies, each of its trajectories loses at most this
     number of tokens."""
     report_routing: bool = False

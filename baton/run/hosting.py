@@ -56,7 +56,7 @@ from baton.swarm.lease_broker import LeaseBroker
 from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import ListenAddress
 from baton.swarm.local_workers import LocalWorkers
-from baton.swarm.messages import PROTOCOL, Welcome
+from baton.swarm.messages import PROTOCOL, Welcome, max_report_tokens
 from baton.swarm.provisioning import TrainingProgress
 from baton.swarm.supervisor import WorkerSupervisor
 from baton.swarm.temporary_directories import TemporaryDirectories
@@ -87,6 +87,8 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
     listen = ListenAddress.parse(address, certificate, key, swarm.insecure)
     if _lets_others_join(recipe, supervisor):
         TokenFile(Path(swarm.token_file)).tokens()
+    if recipe.engine.report_routing:
+        _check_report_size(recipe)
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:  # does not listen, so no worker can connect to it
@@ -98,6 +100,26 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
             why = "another process uses this port" if error.errno == errno.EADDRINUSE else error.strerror
             raise UserError(f"--serve {address}: the hub cannot listen on this address: {why}") from error
     return listen
+
+
+def _check_report_size(recipe: Recipe) -> None:
+    """Refuse settings with which a report with routing may exceed the size limit of a message. The hub would then end
+    the connection of a correct worker."""
+    model = load_empty(recipe.model.path, dtype=torch.float32, head_dtype=recipe.model.head_dtype)
+    routing_bytes = num_bytes(routers_of(model))
+    most = max_report_tokens(routing_bytes, recipe.rollout.max_kept)
+    responses = {"rollout.max_new_tokens": recipe.rollout.max_new_tokens}
+    if recipe.eval.enabled and recipe.eval.max_new_tokens is not None:
+        responses["eval.max_new_tokens"] = recipe.eval.max_new_tokens
+    key = max(responses, key=lambda name: responses[name])
+    got = responses[key]
+    if recipe.engine.kind != "vllm" and recipe.engine.report_every_tokens < got:  # vLLM reports whole responses
+        key, got = "engine.report_every_tokens", recipe.engine.report_every_tokens
+    if got > most:
+        raise UserError(
+            f"{key}: got {got}, but with {routing_bytes} bytes of routing per token (engine.report_routing), a report "
+            f"of the swarm has room for {most} tokens; set {key} to at most {most}, or report_routing = false"
+        )
 
 
 def _lets_others_join(recipe: Recipe, supervisor: WorkerSupervisor | None) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -131,7 +132,7 @@ class LeaseBroker:
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
         """Revoked trajectory → (its replacement, the worker that generated the replacement)."""
         self._authors: set[int] = set()
-        """Workers that have reported tokens, including workers that have left."""
+        """Workers that have reported tokens. A worker that has left is forgotten when its tokens were trained on."""
         self._refusals: Counter[int] = Counter()
         """Worker → number of leases that the worker has refused since its last accepted report."""
         self._names: dict[int, str] = {}
@@ -200,6 +201,17 @@ class LeaseBroker:
     def is_author(self, worker: int) -> bool:
         """Return whether the worker has reported tokens, which may be part of a trajectory now or later."""
         return worker in self._authors
+
+    def trained(self, keys: Iterable[Key]) -> None:
+        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more. Also
+        forget the workers that have left and generated no tokens of other trajectories."""
+        for key in keys:
+            self._provenance.pop(key, None)
+        if self._authors <= self.table.workers.keys():
+            return
+        known = chain(self._provenance.values(), (task.spans for task in self._tasks.values()))
+        needed = {worker for spans in known for worker, _, _ in spans} | self.table.workers.keys()
+        self._authors &= needed | {worker for _, worker in self._replacements.values()}
 
     def authors(self, key: Key) -> tuple[Span, ...]:
         """Return the workers that generated the tokens of a finished trajectory; empty if they are not known."""

@@ -158,6 +158,14 @@ class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
 FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
+
+def max_report_tokens(routing_bytes: int, max_kept: int) -> int:
+    """Return the maximum number of tokens in a report that fits in a frame. routing_bytes: bytes of `Segment.routing`
+    per token. max_kept: maximum number of ids in `Segment.kept` per token."""
+    # 2^14 bytes: the names of the fields in 64 segments. 20 bytes: id, logprob, and the lengths of routing and kept
+    return (MAX_FRAME_BYTES - 2**14) // (20 + routing_bytes + 4 * max_kept)
+
+
 T = TypeVar("T")
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

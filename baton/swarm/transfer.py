@@ -63,6 +63,8 @@ class HttpSource:
         except TimeoutError as error:
             future.cancel()
             raise DeadlineExceeded(f"{self.name} did not send {size} bytes in {deadline_s:.0f} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise ConnectionError(f"{self.name}: {error or type(error).__name__}") from error
         except aiohttp.ClientError as error:
             raise WeightsFault(f"{self.name}: {error or type(error).__name__}") from error
 
@@ -78,8 +80,9 @@ def chunk_url(base: str, digest: str) -> URL:
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200, and
-    DeadlineExceeded if the bytes arrive too slowly."""
+    """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200,
+    ConnectionError if the status means that a later request may succeed (429, 503), and DeadlineExceeded if the bytes
+    arrive too slowly."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     now, body = asyncio.get_running_loop().time, bytearray()
     slow = asyncio.timeout(2 * _SILENCE_S)
@@ -87,7 +90,8 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
         async with slow, session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
             if response.status != 200:
                 said = (await response.content.read(500)).decode("utf-8", "replace").strip()
-                raise WeightsFault(f"{url} answered {response.status}: {said or response.reason}")
+                fault = ConnectionError if response.status in (429, 503) else WeightsFault
+                raise fault(f"{url} answered {response.status}: {said or response.reason}")
             async for piece in response.content.iter_chunked(2**16):
                 body += piece
                 if len(body) > limit:

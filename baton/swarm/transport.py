@@ -111,6 +111,13 @@ class SwarmTransport(WorkerTransport):
         self._members.verifier.consumed(
             step, [(m.trajectory.group_id, m.trajectory.sample_index, len(m.paths)) for m in members]
         )
+        noise_seed = self._members.verifier.noise_seed
+        keys = [
+            (seed, path.group_id, path.sample_index)
+            for member in members
+            for seed, path in zip(path_seeds(noise_seed, len(member.paths)), member.paths, strict=True)
+        ]
+        self.hub.call(lambda: self._members.broker.trained(keys))
 
     def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
         """As in `WorkerTransport`. The author of a token that an earlier process received is unknown and counts as

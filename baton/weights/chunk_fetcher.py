@@ -7,16 +7,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from blake3 import blake3
 
+from baton.clock import retry_wait_s, time_left
 from baton.errors import BatonError, DeadlineExceeded, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import Chunk, Manifest, decode_manifest, name_of
 from baton.weights.sources import WeightsSource
 
 Got = TypeVar("Got")
+MAX_ROUNDS: Final = 5
+"""Maximum number of times that all sources are asked for one chunk."""
+FIRST_WAIT_S: Final = 0.5
+"""Delay in seconds before the second round. The delay doubles with each further round."""
+
+
+class _NoAnswer(WeightsFault):
+    """No source sent the data, but a later attempt may succeed: a source could not be reached, or was too busy."""
 
 
 @dataclass(slots=True)
@@ -47,8 +56,7 @@ class ChunkFetcher:
         """Names of sources that could not be reached, or did not answer in time, in this fetch. They are queried after
         other sources that are not in `avoided`, because each attempt may take as long as their timeout."""
         self._order, self._lock = random.Random(), threading.Lock()
-        self._deadline_s = deadline_s
-        self._deadline = time.monotonic() + deadline_s
+        self._deadline_s, self._left_s = deadline_s, time_left(deadline_s)
 
     def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, bytes, WeightsSource]:
         """Return a version's manifest, the manifest's bytes, and the source that sent it. Sources named in `without`
@@ -67,7 +75,8 @@ class ChunkFetcher:
         return manifest, data, source
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Return a chunk's verified bytes. Raises WeightsFault when no source sends the chunk."""
+        """Return a chunk's verified bytes. Raises WeightsFault when no source sends the chunk. If a source could not be
+        reached, or was too busy, all sources are asked again after a delay."""
 
         def check(data: bytes) -> bytes:
             if len(data) != chunk.size:
@@ -76,9 +85,20 @@ class ChunkFetcher:
                 raise WeightsFault(f"the {chunk.size} bytes have another digest")
             return data
 
-        what = f"chunk {chunk.digest[:8]}"
-        with self._lock:
-            return self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)[0]
+        def ask(source: WeightsSource) -> bytes:
+            return source.chunk(chunk.digest, chunk.size)
+
+        num_failed = 0
+        while True:
+            try:
+                with self._lock:
+                    return self._first(self._sources, ask, check, f"chunk {chunk.digest[:8]}")[0]
+            except _NoAnswer:
+                num_failed += 1
+                if num_failed == MAX_ROUNDS:
+                    raise
+            wait_s = retry_wait_s(num_failed, first_s=FIRST_WAIT_S, longest_s=self._deadline_s)
+            time.sleep(max(0.0, min(wait_s, self._left_s())))  # without the lock: other chunks may arrive
 
     def blame(self, source: WeightsSource, what: str) -> None:
         """Record that a source sent wrong data; from now on, this source is queried last."""
@@ -86,7 +106,7 @@ class ChunkFetcher:
         self._avoided.add(source.name)
 
     def check_deadline(self, waited_for: str) -> None:
-        if time.monotonic() > self._deadline:
+        if self._left_s() < 0:
             said = "; ".join(self.record.faults[-3:]) or "no fault"
             raise DeadlineExceeded(
                 f"{name_of(self.record.want)} was not complete after {self._deadline_s:g} s, waiting for {waited_for} "
@@ -100,13 +120,15 @@ class ChunkFetcher:
         check: Callable[[bytes], Got],
         what: str,
     ) -> tuple[Got, WeightsSource]:
-        """Return the first answer that passes `check`, and its source."""
+        """Return the first answer that passes `check`, and its source. Raises _NoAnswer, a WeightsFault, if a later
+        attempt may succeed."""
         # The order of equally distant sources is random, so that the load of many workers is spread over the sources.
         shuffled = self._order.sample(list(sources), len(sources))
 
         def rank(source: WeightsSource) -> tuple[bool, bool, int]:
             return source.name in self._avoided, source.name in self._silent, source.distance
 
+        fault: type[WeightsFault] = WeightsFault
         for source in sorted(shuffled, key=rank):
             self.check_deadline(f"{what} from {source.name}")
             try:
@@ -115,6 +137,8 @@ class ChunkFetcher:
                 self.record.faults.append(f"{source.name}: did not send {what}: {error}")
                 if isinstance(error, OSError | DeadlineExceeded):
                     self._silent.add(source.name)
+                    if not isinstance(error, FileNotFoundError):
+                        fault = _NoAnswer
                 continue
             self.record.num_bytes += len(data)
             try:
@@ -123,7 +147,7 @@ class ChunkFetcher:
                 self.blame(source, f"refused {what}: {error}")
         self.check_deadline(f"{what} from any source")
         asked = ", ".join(source.name for source in sources) or "no source"
-        raise WeightsFault(
+        raise fault(
             f"{name_of(self.record.want)} is not available: no source sent {what} ({asked}): "
             + "; ".join(self.record.faults[-len(self._sources) :])
         )

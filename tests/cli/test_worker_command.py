@@ -1,20 +1,24 @@
-"""Which engine settings of a hub `baton worker` accepts."""
+"""Which engine settings of a hub `baton worker` accepts, and how it ends when its token becomes invalid."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from baton.cli.worker import worker
 from baton.errors import UserError
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines import factory
-from baton.swarm.auth import Role, TokenFile
+from baton.swarm.auth import INVALID_TOKEN, Role, TokenFile
+from baton.swarm.messages import PROTOCOL, Welcome, encode
 
 ARGUMENTS = {"trust_remote_code": True}
 
@@ -47,3 +51,44 @@ def test_only_a_worker_that_a_run_started_takes_vllms_arguments_from_the_hub(
         with nullcontext() if tied else pytest.raises(UserError, match="got trust_remote_code from the hub"):
             worker("http://127.0.0.1:1", tmp_path / "token", device="cpu", tied=tied)
     assert [settings.vllm.arguments for settings in built] == [ARGUMENTS] * tied
+
+
+def test_a_worker_whose_token_became_invalid_while_it_reconnects_exits_with_code_2(tmp_path: Path) -> None:
+    """Before that, the hub cannot read its token file, which says nothing about the token."""
+    welcome = Welcome(
+        PROTOCOL, "run", "i", "", False, None, "eager", EngineSettings().model_dump(), "resume",
+        relay_secret="", heartbeat_s=60.0, report_every_s=60.0,
+    )  # fmt: skip
+    (tmp_path / "token").write_text(TokenFile(tmp_path / "tokens.json").create(Role.WORKER, 60))
+    num_connections = 0
+
+    async def hub(request: web.Request) -> web.StreamResponse:
+        nonlocal num_connections
+        num_connections += 1
+        if num_connections > 1:
+            return web.Response(status=401, headers={} if num_connections == 2 else {"WWW-Authenticate": INVALID_TOKEN})
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await connection.send_bytes(encode(welcome))
+        await connection.close()
+        return connection
+
+    async def play() -> tuple[int | None, str]:
+        app = web.Application()
+        app.add_routes([web.get("/worker", hub)])  # no /model: the first connection ends before the engine is built
+        server = web.AppRunner(app)
+        await server.setup()
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{server.addresses[0][1]}"
+        command = [sys.executable, "-m", "baton", "worker", url, "--token-file", str(tmp_path / "token")]
+        options = ["--device", "cpu", "--reconnect-timeout", "60s"]
+        process = await asyncio.create_subprocess_exec(*command, *options, stderr=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(300):
+            _, said = await process.communicate()
+        await server.cleanup()
+        return process.returncode, said.decode()
+
+    code, said = asyncio.run(play())
+    assert code == 2, said
+    assert "refuses this token (401): ask its owner for a new one" in " ".join(said.split())
+    assert num_connections == 3

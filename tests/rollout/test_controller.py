@@ -433,6 +433,29 @@ class Revokes(LocalTransport):
         return [*(WorkRevoked(1, *key, "quarantine") for key in self.chosen()), *super().receive(timeout_s)]
 
 
+def test_a_revoked_trajectory_of_a_dropped_group_that_waits_for_its_next_attempt_is_ignored() -> None:
+    port = Revokes()
+    bench = Bench("async", port, is_swarm=True, max_staleness=1, stale="drop", max_concurrency=7)
+    num_waiting = 0
+
+    def gone() -> list[tuple[int, int]]:
+        """A trajectory of each group that the scheduler does not have any more: trained, or dropped."""
+        nonlocal num_waiting
+        scheduler = bench.controller.scheduler
+        num_again = scheduler.next_group_id - bench.source.position["numbers"]
+        num_waiting += scheduler.step.requeued_groups - num_again
+        open_ids = {group.group_id for group in scheduler.groups()}
+        return [(number, 0) for number in range(scheduler.next_group_id) if number not in open_ids]
+
+    port.chosen = gone
+    bench.begin()
+    for _ in range(20):
+        bench.step()
+    assert num_waiting > 0
+    trained = [g.prompt.prompt_id for b in bench.batches for g in b]
+    assert len(set(trained)) == len(trained), "a prompt that was tried again is trained once"
+
+
 def test_a_trajectory_that_is_revoked_during_a_train_step_is_not_in_the_next_batch() -> None:
     """Also if nothing is leased during the train step, so that nobody waits for messages."""
     port = Revokes()

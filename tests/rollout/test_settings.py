@@ -52,6 +52,7 @@ REFUSED = [
         'got 2 with rollout.placement = "colocated", which was never tested',
     ),
     (["rollout.group_size=1"], "use 2 or more"),
+    (["engine.report_every_tokens=0"], "engine.report_every_tokens: got 0"),
     (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
     (["rollout.max_staleness=4"], 'rollout.max_staleness: got 4, but mode = "sync" allows only 0'),
     (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),

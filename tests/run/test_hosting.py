@@ -11,16 +11,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from baton.errors import EngineFault, UserError
 from baton.policy.tokenizer import load_tokenizer
 from baton.records.trace import TraceWriter
 from baton.run import hosting
-from baton.run.hosting import open_swarm
+from baton.run.hosting import check_swarm, open_swarm
+from baton.swarm import messages
 from baton.swarm.listen import ListenAddress
 from baton.swarm.local_workers import LocalWorkers
 from baton.swarm.supervisor import HubAccess
 from baton.types import PolicyVersion
+from tests.model_families import tiny_config
 from tests.run.test_loop import load
 
 
@@ -100,6 +103,38 @@ def test_a_model_that_cannot_be_served_leaves_no_directory(
     with pytest.raises(UserError, match="no such model"):
         open_swarm(recipe, run, load_tokenizer(str(small.model)), PolicyVersion("a", 0), print, TraceWriter(None))
     assert_nothing_left(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.report_every_tokens=101"], "engine.report_every_tokens: got 101"),
+        (["engine.report_every_tokens=100"], None),
+        (["engine.report_every_tokens=256", "rollout.max_new_tokens=100"], None),
+        (["engine.kind=vllm", "rollout.mode=sync"], "rollout.max_new_tokens: got 120"),
+        (["engine.report_every_tokens=101", "engine.report_routing=false"], None),
+    ],
+)
+def test_reports_with_routing_that_would_exceed_a_message_are_refused_before_the_run(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str | None
+) -> None:
+    config = tiny_config("qwen3_moe")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    width = config.num_hidden_layers * config.num_experts_per_tok
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 2**14 + 100 * (20 + width))
+    both = [f"model.path={tmp_path}", "rollout.max_new_tokens=120", "engine.max_context_tokens=256"]
+    both += ["swarm.workers=1", "engine.report_routing=true", "eval.enabled=false"]
+    recipe = load(small, tmp_path, *both, *overrides)
+    if said is None:
+        check_swarm(recipe)
+        return
+    key = said.partition(":")[0]
+    with pytest.raises(UserError) as refused:
+        check_swarm(recipe)
+    assert str(refused.value) == (
+        f"{said}, but with {width} bytes of routing per token (engine.report_routing), a report of the swarm has room "
+        f"for 100 tokens; set {key} to at most 100, or report_routing = false"
+    )
 
 
 def test_a_worker_that_cannot_start_ends_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.peers import FrameQueue
+from baton.swarm.hub.peers import FORGET_AFTER_S, FrameQueue, RelayList
 from baton.swarm.hub.session import HubSession
 from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import ListenAddress
@@ -36,6 +36,7 @@ from baton.swarm.messages import (
     Leaving,
     Malformed,
     Rejected,
+    Want,
     decode_from_hub,
     decode_from_worker,
     encode,
@@ -239,6 +240,22 @@ def test_a_caller_that_joins_and_leaves_again_and_again_is_forgotten(bench):
     assert bench.in_hub(come_and_go) == 0
 
 
+def test_a_worker_that_has_left_is_forgotten_when_its_tokens_were_trained_on(bench):
+    first, _ = bench.join(2)
+    bench.begin()
+    bench.port.consumed(1, bench.step())
+    first.leave()
+    assert len(bench.in_hub(lambda: dict(bench.hub.members.authors))) == 2
+
+    def is_forgotten() -> bool:
+        bench.port.consumed(bench.version + 1, bench.step())
+        bench.in_hub(lambda: bench.hub.members.tick(0.0))
+        return len(bench.hub.members.authors) == 1
+
+    wait_until(is_forgotten, "the worker to be forgotten")
+    bench.assert_sound()
+
+
 def test_a_worker_that_returns_too_many_leases_is_named_once_and_in_the_status(bench):
     token = bench.tokens.create(Role.WORKER, 3600, name="stranger")
     members, grant = bench.hub.members, AccessGrant("stranger", Role.WORKER, False, digest_of(token))
@@ -364,6 +381,24 @@ def test_workers_of_a_hub_behind_tls_are_sent_to_no_relay_in_the_clear(bench, ha
     found, body = get(bench, f"/relay?url={url}", token)
     assert found == status, body
     assert bench.in_hub(bench.hub.members.relays.urls) == ((url,) if status == 200 else ())
+
+
+def test_a_worker_that_joins_is_sent_to_no_relay_that_has_gone(bench):
+    members, now = bench.hub.members, [0.0]
+    grant, outgoing = AccessGrant("w", Role.WORKER, False, "digest"), FrameQueue()
+    bench.begin()
+    wait_until(lambda: members.want is not None, "a version")
+
+    def join() -> None:
+        members.relays = RelayList(lambda: now[0])
+        for url in ("http://gone:1", "http://here:1"):
+            members.relay_announced(url)
+            now[0] += FORGET_AFTER_S / 2 + 1.0
+        members.join(hello(), grant, "198.51.100.7", outgoing)
+
+    bench.in_hub(join)
+    frames = [decode_from_hub(outgoing.frames.get_nowait()) for _ in range(outgoing.frames.qsize())]
+    assert [frame.relays for frame in frames if isinstance(frame, Want)] == [("http://here:1",)]
 
 
 def test_two_hubs_cannot_have_one_port(bench, tmp_path):

@@ -189,6 +189,30 @@ def test_a_worker_that_reported_tokens_is_an_author_after_it_has_left():
     assert not counter.desk.is_author(1 - author)
 
 
+def test_a_worker_that_has_left_is_forgotten_when_all_its_tokens_were_trained_on():
+    counter = Counter()
+    for worker in (0, 1):
+        counter.worker(worker)
+    for task in (7, 8, 9):
+        counter.want(task, group=task)
+    leases = {lease.trajectory.group_id: (worker, lease.lease_id) for worker, lease in counter.sent}
+    (first, done), (second, _), (third, begun) = leases[7], leases[8], leases[9]
+    assert first == third != second
+    counter.broker.report(first, said(done, 0, 9, FinishReason.STOP))
+    counter.broker.report(first, said(begun, 0, 5))
+    counter.broker.leave(first, "left")
+    counter.desk.trained([(1, 7, 0)])
+    assert counter.desk.authors((1, 7, 0)) == ()
+    assert counter.desk.is_author(first), "another worker continues its unfinished trajectory"
+    continued = next(lease for worker, lease in counter.sent[3:] if worker == second)
+    counter.broker.report(second, said(continued.lease_id, 5, 9, FinishReason.STOP))
+    counter.desk.trained([])
+    assert counter.desk.is_author(first), "not trained on yet"
+    counter.desk.trained([(1, 9, 0)])
+    assert not counter.desk.is_author(first)
+    assert counter.desk.is_author(second), "it is connected"
+
+
 def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answered():
     counter = Counter()
     counter.worker(0)

@@ -13,6 +13,7 @@ from swarm_bench import hello
 from baton.errors import Fault
 from baton.rollout.engine import EngineStats
 from baton.swarm.messages import (
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Ack,
     Admitted,
@@ -26,7 +27,9 @@ from baton.swarm.messages import (
     decode_from_hub,
     decode_from_worker,
     encode,
+    max_report_tokens,
 )
+from baton.swarm.verification.checks import ReportLimits
 from baton.types import (
     Abort,
     FinishReason,
@@ -106,6 +109,21 @@ def test_every_truncation_is_malformed(message):
 def test_what_is_out_of_bounds_is_malformed(message):
     with pytest.raises(Malformed):
         decode_from_worker(encode(message))
+
+
+@pytest.mark.parametrize(("routing_bytes", "max_kept"), [(48 * 8, 0), (61 * 8 * 2, 0), (48 * 8, 50)])
+def test_a_report_of_the_maximum_number_of_tokens_fits_in_a_frame_with_little_room_left(routing_bytes, max_kept):
+    num = max_report_tokens(routing_bytes, max_kept)
+    routing, kept = (b"\xff" * size for size in (routing_bytes, 4 * max_kept))
+
+    def segment(num_tokens: int) -> Segment:
+        each = {name: (value,) * num_tokens for name, value in (("routing", routing), ("kept", kept)) if value}
+        return Segment((2**31 - 1,) * num_tokens, (-0.123,) * num_tokens, 2**31, **each)
+
+    most = ReportLimits(1, 1).max_segments
+    segments = (*(segment(1) for _ in range(most - 1)), segment(num - most + 1))
+    size = len(encode(Report(2**62, 2**31, segments, FinishReason.STOP)))
+    assert 0.9 * MAX_FRAME_BYTES < size <= MAX_FRAME_BYTES
 
 
 def test_a_segment_that_lacks_logprobs_never_becomes_one():

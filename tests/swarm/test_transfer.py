@@ -8,10 +8,14 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 from aiohttp import web
+from blake3 import blake3
 from yarl import URL
 
-from baton.errors import DeadlineExceeded
-from baton.swarm.transfer import get_bounded
+from baton.errors import DeadlineExceeded, WeightsFault
+from baton.swarm.transfer import HttpSource, get_bounded
+from baton.types import PolicyVersion
+from baton.weights.chunk_fetcher import ChunkFetcher, FetchStats
+from baton.weights.manifest import Chunk
 
 STEP_S = 10.0
 """Seconds between two pieces, below the 30 s after which a silent connection fails."""
@@ -56,3 +60,47 @@ def test_a_trickle_of_bytes_ends_after_a_minute_also_after_a_fast_beginning(firs
 
 def test_a_slow_but_steady_body_arrives_whole() -> None:
     assert asyncio.run(received([STEADY] * 20)) == 20 * STEADY
+
+
+async def chunk_after(fault: int) -> bytes:
+    """A chunk from a hub that first answers with this status; 0: it closes the connection within the body."""
+    body, num_asked = b"a chunk", 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            return web.Response(body=body)
+        if fault:
+            return web.Response(status=fault)
+        response = web.StreamResponse(headers={"Content-Length": str(len(body))})
+        await response.prepare(request)
+        await response.write(body[:1])
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    app = web.Application()
+    app.router.add_get("/weights/chunk/{digest}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            source = HttpSource(http, asyncio.get_running_loop(), url, "token")
+            fetcher = ChunkFetcher([source], FetchStats(PolicyVersion("run", 1)), avoided=set(), deadline_s=60.0)
+            return await asyncio.to_thread(fetcher.chunk, Chunk(blake3(body).hexdigest(), len(body)))
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("fault", [0, 429, 503])
+def test_a_chunk_is_asked_for_again_after_a_closed_connection_or_a_busy_hub(fault: int) -> None:
+    assert asyncio.run(chunk_after(fault)) == b"a chunk"
+
+
+@pytest.mark.parametrize("fault", [401, 404, 502])
+def test_a_chunk_is_not_asked_for_again_after_a_refusal(fault: int) -> None:
+    with pytest.raises(WeightsFault, match=f"answered {fault}"):
+        asyncio.run(chunk_after(fault))

@@ -19,6 +19,7 @@ from weights_cases import Run, Twisted, are_bit_equal, changed, latest, policy, 
 
 from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
+from baton.weights.chunk_fetcher import MAX_ROUNDS, ChunkFetcher, FetchStats
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import (
     MIN_PART_BYTES,
@@ -95,6 +96,47 @@ def test_a_bad_chunk_names_its_source_and_the_old_version_is_held(run, fault):
     fetcher = holding(run, [bad, run.store])
     assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
     assert fault == "omitted" or bad.asked <= 1
+
+
+def reset(_: bytes) -> bytes:
+    raise ConnectionResetError("reset by peer")
+
+
+def chunk_of(run: Run, sources: list[Store], deadline_s: float = 60.0) -> bytes:
+    """One chunk of version 2, from these sources."""
+    fetcher = ChunkFetcher(sources, FetchStats(run.version(2)), avoided=set(), deadline_s=deadline_s)
+    return fetcher.chunk(run.store.find("first", 2).chunks[0])
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset by peer"), DeadlineExceeded("no answer in 30 s")])
+def test_a_fetch_goes_on_after_a_transfer_failed_at_every_source(run, monkeypatch, error):
+    monkeypatch.setattr("baton.weights.chunk_fetcher.FIRST_WAIT_S", 0.01)
+    left = [error, error]
+
+    def flaky(data: bytes) -> bytes:
+        if left:
+            raise left.pop()
+        return data
+
+    fetcher = holding(run, [Twisted(run.store, "the hub", chunk=flaky)])
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+    assert sum("did not send chunk" in fault for fault in fetcher.last.faults) == 2
+
+
+@pytest.mark.parametrize(("twist", "rounds"), [(gone, 1), (flipped, 1), (reset, MAX_ROUNDS)])
+def test_a_chunk_is_asked_for_again_after_a_failed_transfer_only_and_not_for_ever(run, monkeypatch, twist, rounds):
+    monkeypatch.setattr("baton.weights.chunk_fetcher.FIRST_WAIT_S", 0.001)
+    relay, hub = Twisted(run.store, "relay 7", chunk=gone), Twisted(run.store, "the hub", chunk=twist)
+    with pytest.raises(WeightsFault, match="no source sent chunk"):
+        chunk_of(run, [relay, hub])
+    assert (relay.asked, hub.asked) == (rounds, rounds)
+
+
+def test_a_chunk_is_not_asked_for_again_after_the_deadline(run):
+    hub = Twisted(run.store, "the hub", chunk=reset)
+    with pytest.raises(DeadlineExceeded, match=r"waiting for chunk \w+ from the hub .*reset by peer"):
+        chunk_of(run, [hub], deadline_s=0.2)
+    assert hub.asked == 1
 
 
 @pytest.mark.parametrize("has_manifests", [False, True])
