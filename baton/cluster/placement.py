@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton.cluster.inventory import CPU, Machine
+from baton.cost.memory import SLOT_MULTIPLE
 from baton.errors import UserError
 from baton.recipe.support import check_support
 from baton.rollout.engine import EngineSettings
@@ -36,8 +37,6 @@ if TYPE_CHECKING:  # it imports aiohttp
     from baton.rollout.engines.sglang.wire import ServerInfo
 
 Role = Literal["rank", "worker", "reward"]
-SLOT_MULTIPLE = 8
-"""The number of slots of a worker is a positive multiple of this number (`engine.slots`)."""
 
 
 class ProcessPart(msgspec.Struct, frozen=True):

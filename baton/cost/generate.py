@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.memory import table_params
+from baton.cost.memory import KEPT_CONTEXTS, SLOT_MULTIPLE, table_params
 from baton.specs.cluster import Gpu
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
@@ -29,12 +29,6 @@ CLASS_VALUES = 2**16
 """On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. Each additional
 class costs about 30 µs per layer. In this time, attention can read `CLASS_VALUES` elements of the keys and the same
 number of elements of the values."""
-
-
-MIN_SLOTS = 8
-"""Minimum number of slots of an embedded engine, which allocates them in advance."""
-KEPT_CONTEXTS = 8
-"""Number of contexts that an embedded engine caches in addition to its slots, as in `cost.memory.engine_terms`."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -114,7 +108,7 @@ def cache_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ..
     largest part of this cache. A paged cache also has room for one trajectory of maximum length."""
     if work.engine_context_tokens:
         tokens = max(work.engine_context_tokens, work.longest_tokens)
-        return (max(MIN_SLOTS, batch) + KEPT_CONTEXTS) * context_bytes(model, work, tp, layers, tokens)
+        return (max(SLOT_MULTIPLE, batch) + KEPT_CONTEXTS) * context_bytes(model, work, tp, layers, tokens)
     mean, longest = (
         context_bytes(model, work, tp, layers, tokens) for tokens in (work.live_context_tokens, work.longest_tokens)
     )

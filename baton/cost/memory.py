@@ -46,6 +46,10 @@ WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
 PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
 """Bytes of AdamW's two moments per trained parameter, if they are stored in 8 bits with a float32 scale for each 256
 values."""
+SLOT_MULTIPLE = 8
+"""The number of slots of an engine is a positive multiple of this number (`engine.slots`)."""
+KEPT_CONTEXTS = 8
+"""An embedded engine may keep the keys and values of at least this number of contexts outside its slots."""
 GPU_CONTEXT_BYTES = 1.5e9
 """Assumed bytes of the CUDA context, NCCL's buffers, and workspaces of cuBLAS and attention."""
 PUBLISHED_COPY = "published copy"
@@ -134,7 +138,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     context_tokens: int
     value_bytes: int
-    kept_contexts: int = 8
+    kept_contexts: int = KEPT_CONTEXTS
     """Number of contexts that the engine caches in addition to its slots, so that it can reuse their keys and values.
     Each context counts with the maximum length."""
     float32_head: bool = False

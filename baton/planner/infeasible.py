@@ -9,8 +9,8 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from baton.cost.generate import KEPT_CONTEXTS, MIN_SLOTS, cache_bytes, replica_layers, weight_bytes
-from baton.cost.memory import rank_phases, stage_bytes
+from baton.cost.generate import cache_bytes, replica_layers, weight_bytes
+from baton.cost.memory import KEPT_CONTEXTS, SLOT_MULTIPLE, rank_phases, stage_bytes
 from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
@@ -38,7 +38,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
     cache, shorter = f"one trajectory of {work.longest_tokens:,.0f} tokens", "Shorter responses"
     if work.engine_context_tokens:
         tokens, shorter = max(work.engine_context_tokens, work.longest_tokens), "A smaller engine.context_tokens"
-        cache = f"a KV cache of {MIN_SLOTS + KEPT_CONTEXTS} × {tokens:,.0f} tokens"
+        cache = f"a KV cache of {SLOT_MULTIPLE + KEPT_CONTEXTS} × {tokens:,.0f} tokens"
     raise UserError(
         f"infeasible: rollout memory. {model.name} with {cache} fits on no "
         f"GPU type in any replica shape ({'; '.join(lines)}). {shorter} or GPUs with more memory would help"

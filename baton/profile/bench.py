@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from baton.cost.memory import SLOT_MULTIPLE
 from baton.errors import UserError
 from baton.profile.engine_alone import EngineAlone, Work, full_steps_of
 from baton.records.journal import StreamCursor
@@ -468,7 +469,7 @@ def bench_engine(
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
     """Measure the modes with a fake engine that has a slot for every trajectory. The clock counts decode steps, so the
     time of a step does not depend on the number of rows, as on a GPU with small batches of a large model."""
-    slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
+    slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     sides = []
     for name, s in settings.items():

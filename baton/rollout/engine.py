@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from baton.cost.memory import SLOT_MULTIPLE
 from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
 from baton.specs.vllm_arguments import refusal_of
@@ -118,7 +119,7 @@ class EngineSettings(Settings):
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """GPUs for the engines that the run starts on this machine, such as [2, 3], as indices among the visible GPUs. By
     default, the GPUs that no trainer rank uses; if no GPU is free, engines share the trainer's GPUs."""
-    slots: int = Field(default=64, ge=8, multiple_of=8)
+    slots: int = Field(default=64, ge=SLOT_MULTIPLE, multiple_of=SLOT_MULTIPLE)
     """Number of trajectories that an engine generates concurrently; a multiple of 8."""
     max_context_tokens: int = 1024
     """Maximum tokens of prompt and response together. The KV cache has room for slots × max_context_tokens tokens."""

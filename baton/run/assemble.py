@@ -32,7 +32,7 @@ from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
 from baton.records.lease_trace import LeaseTrace
-from baton.records.metrics import MetricsWriter, start_wandb
+from baton.records.metrics import MetricsWriter, WeightsAndBiases, start_wandb
 from baton.records.predictions import Predictions, RunPredictions, read_predictions
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
@@ -57,7 +57,7 @@ from baton.run.devices import direct_transfer, environment_with, layout_of, plac
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import Evaluator
 from baton.run.hosting import check_swarm, open_swarm
-from baton.run.loop import Loop, LoopState, Observer
+from baton.run.loop import Loop, LoopState, Observer, SavedCheckpoint
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_dtypes, with_revisions
 from baton.run.tokenization import PromptEncoder, ResponseScorer, TokenizedPrompts
 from baton.run.trajectories import write_responses
@@ -222,99 +222,166 @@ def build_loop(
     detected before the first step. After this error, the run's directory is unchanged.
     """
     lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
-    stop = stop or StopRequest()
+    remote = _Remote(supervisor, start_ranks, reward_places, replicas)
     with ExitStack() as locked:
         locked.callback(lock.release)
         opened = locked.enter_context(ExitStack())
-        for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
-            observer.said(note)
-        if recipe.fleet.ray and supervisor is None and replicas is None:
-            raise UserError("fleet.ray: got true, but `baton train --ray` sets this key; remove it")
-        if recipe.swarm.is_on:
-            check_swarm(recipe, supervisor)
-        threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe), deterministic=recipe.deterministic)
-        tokenizer = load_tokenizer(recipe.model.path)
-        if recipe.checkpoint.background and start_ranks is not None:
-            raise UserError(
-                "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
-                "this machine's memory; with --ray, set it to false"
-            )
-        is_here = supervisor is None and start_ranks is None and replicas is None
-        config, _ = check_room(recipe, is_here=is_here)
-        if parts := experimental_parts(choices_with(recipe, config)):
-            observer.said(f"experimental: {'; '.join(parts)}")
-        encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
-        mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
-        opened.callback(mixture.close)
-        mixture.stop_draws(stop.check)
-        rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
-        judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, reward_places)
-        opened.callback(judge.close)
-        held_out = _prompts(recipe, mixture, encoder, observer)
-        place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
-        predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))
-        episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
-        if episodes is not None:
-            opened.callback(episodes.close)
-        publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
-        trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
-        opened.callback(trainer.close)
-        # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `open_run`
-        save_checkpoint = checkpoint_writer(recipe, RunDirectory(recipe.run.path, lock), trainer)
-        if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
-            assert isinstance(trainer, LocalTrainer | RankedTrainer)
-            trainer.sleep()
-        trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
-        trace.mark(BEGIN, step=place.state.step)
-        if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
-            port = build_port(recipe, trainer.version, LeaseTrace(trace), trainer, replicas)
-            opened.callback(port.close)
-        resolved = without_none(recipe.model_dump(mode="json"))
-        wandb = start_wandb(recipe.run.path, recipe.log, resolved, is_new=place.is_new)
-        if wandb is not None:
-            opened.callback(wandb.close)
-        run = open_run(recipe, lock, trainer, tokenizer, place, threads)
-        if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
-            opened.callback(port.close)
-        metrics = MetricsWriter(
-            run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
-        )
-        opened.callback(metrics.close)
-        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
-        opened.callback(journal.close)
-        most_tokens = recipe.engine.max_context_tokens
-        worker = WorkerClient(port, recipe.rollout.stall_timeout_s, max_context_tokens=most_tokens, stop=stop)
-        sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
-        player = None if episodes is None else EpisodePlayer(episodes, sampling)
-        stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-        prompts, scorer = TokenizedPrompts(stream, encoder), ResponseScorer(judge, tokenizer, trace)
-        rollout = EvalRollout(worker, episodes)
-        loop = Loop(
-            recipe=recipe,
-            run=run,
-            lock=lock,
-            opened=opened,
-            stream=stream,
-            judge=judge,
-            port=port,
-            evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
-            controller=RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player),
-            journal=journal,
-            trainer=trainer,
-            predictions=predictions,
-            save_checkpoint=save_checkpoint,
-            metrics=metrics,
-            observer=observer,
-            state=place.state,
-            last_checkpoint=place.checkpoint,
-            stop=stop,
-            peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
-            sharing=_device_sharing(recipe, supervisor or port, trainer),
-            trace=trace,
-        )
+        loop = _open_loop(recipe, observer, lock, opened, stop or StopRequest(), remote, resume=resume)
         locked.pop_all()
     return loop
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Remote:
+    """The arguments of `build_loop` that start processes on other machines."""
+
+    supervisor: WorkerSupervisor | None
+    start_ranks: StartRanks | None
+    reward_places: Sequence[tuple[str, Launch]]
+    replicas: RemoteReplicas | None
+
+    @property
+    def is_here(self) -> bool:
+        """True if no worker, rank or replica runs on another machine."""
+        return self.supervisor is None and self.start_ranks is None and self.replicas is None
+
+
+def _open_loop(
+    recipe: Recipe,
+    observer: Observer,
+    lock: RunLock,
+    opened: ExitStack,
+    stop: StopRequest,
+    remote: _Remote,
+    *,
+    resume: bool,
+) -> Loop:
+    """Construct all parts of a run whose directory is locked, and register in `opened` how they are closed."""
+    threads, tokenizer = _set_up(recipe, observer, remote)
+    encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
+    mixture, judge = _open_tasks(recipe, encoder, stop, opened, remote)
+    held_out = _prompts(recipe, mixture, encoder, observer)
+    place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
+    predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))
+    episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
+    if episodes is not None:
+        opened.callback(episodes.close)
+    trainer, save_checkpoint = _open_trainer(recipe, tokenizer, lock, opened, remote.start_ranks)
+    trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
+    trace.mark(BEGIN, step=place.state.step)
+    if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
+        port = build_port(recipe, trainer.version, LeaseTrace(trace), trainer, remote.replicas)
+        opened.callback(port.close)
+    wandb = _open_wandb(recipe, place, opened)
+    run = open_run(recipe, lock, trainer, tokenizer, place, threads)
+    if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
+        port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, remote.supervisor)
+        opened.callback(port.close)
+    metrics, journal = _open_records(recipe, run, lock, place, wandb, opened)
+    most_tokens = recipe.engine.max_context_tokens
+    worker = WorkerClient(port, recipe.rollout.stall_timeout_s, max_context_tokens=most_tokens, stop=stop)
+    sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
+    player = None if episodes is None else EpisodePlayer(episodes, sampling)
+    stream = PromptStream(mixture, recipe.run.seed, place.state.position)
+    prompts, scorer = TokenizedPrompts(stream, encoder), ResponseScorer(judge, tokenizer, trace)
+    rollout = EvalRollout(worker, episodes)
+    return Loop(
+        recipe=recipe,
+        run=run,
+        lock=lock,
+        opened=opened,
+        stream=stream,
+        judge=judge,
+        port=port,
+        evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
+        controller=RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player),
+        journal=journal,
+        trainer=trainer,
+        predictions=predictions,
+        save_checkpoint=save_checkpoint,
+        metrics=metrics,
+        observer=observer,
+        state=place.state,
+        last_checkpoint=place.checkpoint,
+        stop=stop,
+        peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
+        sharing=_device_sharing(recipe, remote.supervisor or port, trainer),
+        trace=trace,
+    )
+
+
+def _set_up(recipe: Recipe, observer: Observer, remote: _Remote) -> tuple[int, Tokenizer]:
+    """Set up torch, load the tokenizer, and check the recipe against this machine. Return the number of torch threads
+    and the tokenizer. Raises UserError."""
+    for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
+        observer.said(note)
+    if recipe.fleet.ray and remote.supervisor is None and remote.replicas is None:
+        raise UserError("fleet.ray: got true, but `baton train --ray` sets this key; remove it")
+    if recipe.swarm.is_on:
+        check_swarm(recipe, remote.supervisor)
+    threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe), deterministic=recipe.deterministic)
+    tokenizer = load_tokenizer(recipe.model.path)
+    if recipe.checkpoint.background and remote.start_ranks is not None:
+        raise UserError(
+            "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
+            "this machine's memory; with --ray, set it to false"
+        )
+    config, _ = check_room(recipe, is_here=remote.is_here)
+    if parts := experimental_parts(choices_with(recipe, config)):
+        observer.said(f"experimental: {'; '.join(parts)}")
+    return threads, tokenizer
+
+
+def _open_tasks(
+    recipe: Recipe, encoder: PromptEncoder, stop: StopRequest, opened: ExitStack, remote: _Remote
+) -> tuple[TaskMixture, RewardScorer]:
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
+    opened.callback(mixture.close)
+    mixture.stop_draws(stop.check)
+    rewards = placed_rewards(recipe, layout_of(recipe)) if remote.is_here else recipe.reward
+    judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, remote.reward_places)
+    opened.callback(judge.close)
+    return mixture, judge
+
+
+def _open_trainer(
+    recipe: Recipe, tokenizer: Tokenizer, lock: RunLock, opened: ExitStack, start_ranks: StartRanks | None
+) -> tuple[Trainer, Callable[[LoopState], Callable[[], SavedCheckpoint]]]:
+    """Return the trainer, and the function that saves a checkpoint (`Loop.save_checkpoint`)."""
+    publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
+    trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
+    opened.callback(trainer.close)
+    # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `open_run`
+    save_checkpoint = checkpoint_writer(recipe, RunDirectory(recipe.run.path, lock), trainer)
+    if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
+        assert isinstance(trainer, LocalTrainer | RankedTrainer)
+        trainer.sleep()
+    return trainer, save_checkpoint
+
+
+def _open_wandb(recipe: Recipe, place: ResumePoint, opened: ExitStack) -> WeightsAndBiases | None:
+    resolved = without_none(recipe.model_dump(mode="json"))
+    wandb = start_wandb(recipe.run.path, recipe.log, resolved, is_new=place.is_new)
+    if wandb is not None:
+        opened.callback(wandb.close)
+    return wandb
+
+
+def _open_records(
+    recipe: Recipe,
+    run: RunDirectory,
+    lock: RunLock,
+    place: ResumePoint,
+    wandb: WeightsAndBiases | None,
+    opened: ExitStack,
+) -> tuple[MetricsWriter, Journal]:
+    metrics = MetricsWriter(
+        run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
+    )
+    opened.callback(metrics.close)
+    journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
+    opened.callback(journal.close)
+    return metrics, journal
 
 
 def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool) -> tuple[RunLock, Recipe]:

@@ -13,8 +13,10 @@ import msgspec
 from baton.clock import CODERS
 from baton.cost.memory import (
     GPU_CONTEXT_BYTES,
+    KEPT_CONTEXTS,
     PUBLISHED_COPY,
     SLEEPING_VLLM_BYTES,
+    SLOT_MULTIPLE,
     EngineShape,
     Phase,
     Term,
@@ -147,7 +149,7 @@ def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[
             slots=max(16, slots),
             context_tokens=recipe.engine.max_context_tokens,
             value_bytes=wide,
-            kept_contexts=(max(8, slots) if on_cpu else 8) if resumes else 1,
+            kept_contexts=(max(KEPT_CONTEXTS, slots) if on_cpu else KEPT_CONTEXTS) if resumes else 1,
             packs=on_cpu and wide == 2,
             float32_head=recipe.model.head_dtype == "float32",
             adapter_params=0.0 if recipe.lora is None else adapter_params(model, recipe.lora.rank),
@@ -359,7 +361,7 @@ def _steps(recipe: Recipe) -> list[tuple[str, str, Any]]:
     that the change is not possible."""
     trainer, engine, rollout = recipe.trainer, recipe.engine, recipe.rollout
     tokens = engine.max_context_tokens
-    halves = [slots for divisor in (2, 4, 8) if (slots := engine.slots // divisor // 8 * 8)]
+    halves = [slots for divisor in (2, 4, 8) if (slots := engine.slots // divisor // SLOT_MULTIPLE * SLOT_MULTIPLE)]
     is_alone = trainer.ranks == 1 and engine.kind == "embedded" and not engine.processes and not recipe.swarm.is_on
     can_share = is_alone and rollout.mode != "async" and not rollout.is_colocated
     lower = [share for share in (0.8, 0.6, 0.4) if share < engine.vllm.gpu_memory_utilization]

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from baton.cost.memory import KEPT_CONTEXTS
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
@@ -44,8 +45,6 @@ from baton.types import FromWorker, PolicyVersion
 _LOOK_AHEAD = 64
 """If a prefill has unused rows, these rows compute prefixes of waiting leases. At most this number of waiting leases is
 considered, beginning with the oldest."""
-_KEPT_CONTEXTS = 8
-"""`_kept_limit` is at least this number times the maximum context length."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -204,9 +203,9 @@ class EmbeddedEngine(SlotEngine):
     @property
     def _kept_limit(self) -> int:
         """Maximum number of tokens whose keys and values are kept outside the slots: the maximum context length times a
-        factor. On a GPU, the factor is `_KEPT_CONTEXTS`. On a CPU, the factor is the largest of `_KEPT_CONTEXTS`, half
+        factor. On a GPU, the factor is `KEPT_CONTEXTS`. On a CPU, the factor is the largest of `KEPT_CONTEXTS`, half
         the number of slots, and the number of free slots. It decreases when leases take slots."""
-        contexts = _KEPT_CONTEXTS
+        contexts = KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)
         return contexts * self._context_tokens
