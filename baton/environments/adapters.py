@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 from baton.environments.calls import EnvironmentSpec
 from baton.environments.environment import Environment, Replay
-from baton.environments.tools import ToolEnvironment, accepted_by, prompt_text, with_success
+from baton.environments.tools import ToolEnvironment, accepted_by, prompt_text, split_prompt, with_success
 from baton.errors import UserError
 from baton.rewards.functions import describe_error, import_function
 
@@ -158,7 +158,8 @@ class _SkyRL:
         self._inner = self._factory(**self._args, **({"extras": row} if "extras" in accepted else {}))
         prompt = row.get("prompt", "")
         messages, _ = self._inner.init([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        return prompt_text(messages)
+        self.earlier, text = split_prompt(messages)
+        return text
 
     def step(self, action: str) -> Step:
         found = self._inner.step(action)
@@ -179,7 +180,8 @@ class _TRL(ToolEnvironment):
     def reset(self, *, seed: int, **row: Any) -> str:
         takes_seed = "seed" in inspect.signature(self._inner.reset).parameters
         text = self._inner.reset(**accepted_by(self._inner.reset, {"seed": seed, **row} if takes_seed else row))
-        return prompt_text(row.get("prompt", "")) + ("" if text is None else str(text))
+        self.earlier, asked = split_prompt(row.get("prompt", ""))
+        return asked + ("" if text is None else str(text))
 
     def score(self, response: str) -> tuple[float, dict[str, Any]]:
         get_reward = getattr(self._inner, "get_reward", None)

@@ -17,7 +17,7 @@ import msgspec
 from blake3 import blake3
 
 from baton.environments.environment import Replay
-from baton.types import FailureCause
+from baton.types import FailureCause, Message
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -120,6 +120,8 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     """After a reset: canonical form of the problem, which is the same text for all equivalent problems."""
     tools: tuple[dict[str, Any], ...] = ()
     """After a reset: JSON schemas of tools that the chat template renders in the prompt."""
+    earlier: tuple[Message, ...] = ()
+    """After a reset: messages of the prompt before the observation, such as a system message."""
 
 
 class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):

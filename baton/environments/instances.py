@@ -17,7 +17,7 @@ from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observa
 from baton.environments.environment import Environment
 from baton.rewards.functions import describe_error, number
 from baton.rewards.scorer_protocol import CallFailure
-from baton.types import FailureCause
+from baton.types import FailureCause, Message
 
 Result = TypeVar("Result")
 MAX_METRICS = 32
@@ -172,12 +172,15 @@ class EnvironmentInstances:
         digest = digest_of(text, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
-        instructions, canonical, tools = "", "", ()
+        instructions, canonical, tools, earlier = "", "", (), list[Message]()
         if not instance.observations:
             instructions = _sendable(getattr(instance.environment, "instructions", ""))
             tools = tuple(getattr(instance.environment, "rendered_tools", ()))
             method = getattr(instance.environment, "canonical", None)
-            canonical = text if method is None else _sendable(method())
+            for role, content in getattr(instance.environment, "earlier", ()):
+                earlier.append(Message(_sendable(role), _sendable(content)))
+            asked = "\n\n".join([*(message.content for message in earlier if message.role != "system"), text])
+            canonical = asked if method is None else _sendable(method())
         tool, success = info.get("tool"), info.get("success")
         instance.observations.append(
             Observation(
@@ -195,6 +198,7 @@ class EnvironmentInstances:
                 instructions,
                 canonical,
                 tools,
+                tuple(earlier),
             )
         )
 

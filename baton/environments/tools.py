@@ -111,6 +111,13 @@ def prompt_text(prompt: Any) -> str:
     return "\n\n".join(str(message["content"]) for message in prompt)
 
 
+def split_prompt(prompt: Any) -> tuple[list[tuple[str, str]], str]:
+    """Return the messages of a prompt before its last user message as (role, text), and the text of the rest."""
+    messages = [] if isinstance(prompt, str) else [(str(m["role"]), str(m["content"])) for m in prompt]
+    last = next((at for at in reversed(range(len(messages))) if messages[at][0] == "user"), 0)
+    return messages[:last], prompt_text(prompt if isinstance(prompt, str) else prompt[last:])
+
+
 def accepted_by(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values whose names are parameters of a function; all values if it has a `**` parameter."""
     parameters = inspect.signature(function).parameters
@@ -178,7 +185,8 @@ class ToolEnvironment:
 
     def reset(self, *, seed: int, **row: Any) -> str:
         self._row = row
-        return prompt_text(row.get("prompt", ""))
+        self.earlier, text = split_prompt(row.get("prompt", ""))
+        return text
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute the calls of a turn; a turn without calls ends the episode and is scored."""

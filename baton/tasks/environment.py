@@ -80,7 +80,7 @@ class EnvironmentTask:
         metadata = {"environment": self.name, "seed": reset_seed, "row": row, "first_digest": first.digest}
         if first.tools:
             metadata["tools"] = list(first.tools)
-        return Problem(question, first.canonical, None, metadata, (Message("user", question),))
+        return Problem(question, first.canonical, None, metadata, (*first.earlier, Message("user", question)))
 
     def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
         """Play random actions until the episode ends; yield actions and observations alternately, an action last.

@@ -157,6 +157,21 @@ def test_skyrl_gym() -> None:
     assert (third.text, third.reward, third.is_terminated) == ("", 1.0, True)
 
 
+@pytest.mark.parametrize("cls", ["SkyRL", "Bank"])
+def test_a_conversation_as_prompt_keeps_its_roles(cls: str) -> None:
+    system, shot = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}
+    turns = [system, shot, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}]
+    row = {"prompt": turns, "reward_spec": {"ground_truth": "4"}, "start": 3}
+    first = made(cls).act(request(1, None, row=row))
+    assert isinstance(first, Observation)
+    assert [{"role": m.role, "content": m.content} for m in first.earlier] == turns[:3]
+    assert first.text.startswith("2+2?")
+    other = made(cls).act(request(1, None, row={**row, "prompt": [{**system, "content": "Be kind."}, *turns[1:]]}))
+    assert isinstance(other, Observation)
+    assert other.canonical == first.canonical  # as in a task without environment
+    assert first.canonical.startswith("1+1?\n\n2\n\n2+2?")
+
+
 def test_trl() -> None:
     bank = made("Bank")
     row = {"prompt": [{"role": "user", "content": "Get to 10."}], "start": 3}

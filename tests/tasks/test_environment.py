@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from baton.environments.calls import ActFailure, ActRequest, EnvironmentSpec, EpisodeKey
+from baton.environments.calls import ActFailure, ActRequest, EnvironmentSpec, EpisodeKey, ToolFormat
 from baton.environments.pool import EnvironmentPool
 from baton.environments.settings import EnvironmentSettings
 from baton.environments.sokoban import Sokoban
 from baton.errors import UserError
 from baton.tasks.environment import SHIPPED, EnvironmentTask
-from baton.tasks.stream import TaskSettings
+from baton.tasks.stream import TOOLS, TaskSettings
+from baton.types import Message
 
 SOURCE = """
 import os
@@ -62,6 +63,19 @@ def test_a_tenth_of_the_rooms_is_held_out_and_no_symmetric_room_is_trained_on() 
     trained = {problem.canonical for problem in problems if not problem.is_held_out}
     assert not held_out & trained
     assert 0.04 < len(held_out) / len(held_out | trained) < 0.18
+
+
+def test_a_conversation_is_the_prompt_as_it_is() -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Compute 2+2."}]
+    spec = EnvironmentSpec("tools", TOOLS, {"tools": ["baton.environments.code:run_python"]}, tool_format=ToolFormat("hermes"))
+    task = EnvironmentTask(spec, EnvironmentSettings(processes=1), rows=[{"prompt": turns}])
+    messages = task.draw(1, 0).messages
+    task.close()
+    assert messages is not None
+    assert messages[0] == Message("system", "Be brief.")
+    assert messages[1].role == "user"
+    assert messages[1].content.endswith("Compute 2+2.")
+    assert len(messages) == 2
 
 
 @pytest.mark.timing
