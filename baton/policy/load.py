@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +33,31 @@ from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, 
 
 logger = logging.getLogger(__name__)
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+_REFUSALS = (
+    OSError,
+    ImportError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    SafetensorError,
+)
+
+
+@contextmanager
+def model_errors(what: str) -> Iterator[None]:
+    """Raise UserError for the errors with which transformers refuses a model's files. Its message begins with `what`.
+    Errors because of too little memory are passed on."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except StrictDataclassError as error:  # its first line lacks the reason
+        raise UserError(f"{what}: {' '.join(str(error).split())}") from error
+    except _REFUSALS as error:
+        raise UserError(f"{what}: {first_line(error)}") from error
 
 
 def load_model(
@@ -50,14 +78,26 @@ def load_model(
         return merged
     check_model_path(path)
     name, revision = split_revision(path)
-    try:
+    model: PreTrainedModel
+    info: dict[str, Any]
+    with model_errors(f"model.path: no causal LM could be loaded from {path!r}"):
         config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
         attention = supported_attention(config, attention)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=dtype, attn_implementation=attention, local_files_only=True
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair, as requested
+            name,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
+    if info["mismatched_keys"]:
+        tensor, stored, expected = min(info["mismatched_keys"])
+        raise UserError(
+            f"model.path: the files of {path!r} do not match its config.json: {tensor} has shape {list(stored)}, but "
+            f"config.json gives {list(expected)}; copy or download the model again"
+        )
     model.name_or_path = path  # includes the revision, which checkpoints of adapters record
     _fit_head(model, head_dtype)
     keep_positions_exact(model)
@@ -102,10 +142,8 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
     found = None
     if base_of_adapter(Path(path)) is None:
         check_model_path(path)
-        try:
+        with model_errors(f"model.path: no causal LM could be loaded from {path!r}"):
             found = stored_model(model_directory(path), model, is_exact=is_exact)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
     if found is not None:
         return found
     logger.warning(
@@ -181,7 +219,7 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
     """Construct a model with arbitrary weights from the configuration in `directory`. Code in `directory` is never
     executed. Raises UserError when the configuration does not describe a causal LM."""
-    try:
+    with model_errors("the model's configuration does not give a causal LM"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -189,8 +227,6 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
         )
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the model's configuration does not give a causal LM: {first_line(error)}") from error
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_float32(model, name):  # as `from_pretrained` does
             tensor.data = tensor.data.float()
@@ -228,7 +264,7 @@ def dtype_of(path: str) -> str:
     in `EXPORT_DTYPES`."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError, StrictDataclassError):
         return "float32"
     name = str(config.dtype).removeprefix("torch.")
     return name if name in EXPORT_DTYPES else "float32"

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from baton.cost.memory import stage_bytes
-from baton.errors import UserError, first_line
+from baton.errors import UserError
 from baton.policy.adapters import base_of_adapter
-from baton.policy.load import check_weight_files, torch_device
+from baton.policy.load import check_weight_files, model_errors, torch_device
 from baton.policy.memory import available_bytes
 from baton.policy.reward_model import check_generative_model, check_reward_model
 from baton.policy.tokenizer import load_tokenizer, split_revision
@@ -153,12 +153,10 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, Mode
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
     name, revision = split_revision(path)
-    try:
+    with model_errors(f"model.path: {path!r} is not a causal LM"):
         config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {path!r} is not a causal LM: {first_line(error)}") from error
     check_support(choices_with(recipe, config))
     check_reward_models(recipe)
     positions = _max_positions(config)
