@@ -60,6 +60,26 @@ def model_errors(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {first_line(error)}") from error
 
 
+def read_config(path: str, what: str) -> PretrainedConfig:
+    """Return the configuration of a model's directory, or of a model in the hub cache. Raises UserError if transformers
+    refuses it, with a message that begins with `what`, or if the checkpoint is quantised."""
+    name, revision = split_revision(path)
+    method = "modelopt" if (model_directory(path) / "hf_quant_config.json").is_file() else None
+    with model_errors(what):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            name, revision=revision, local_files_only=True, trust_remote_code=False
+        )
+        for part in (config, config.get_text_config()):
+            if found := part.to_dict().get("quantization_config"):
+                method = found.get("quant_method", "quantization_config")
+    if method is not None:
+        raise UserError(
+            f"model.path: {path!r} is a quantised checkpoint ({method}), and Baton trains only float weights; use the "
+            "unquantised checkpoint of the model, or dequantise the model and save it first"
+        )
+    return config
+
+
 def load_model(
     path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", head_dtype: str = "auto"
 ) -> PreTrainedModel:
@@ -80,9 +100,9 @@ def load_model(
     name, revision = split_revision(path)
     model: PreTrainedModel
     info: dict[str, Any]
-    with model_errors(f"model.path: no causal LM could be loaded from {path!r}"):
-        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
-        attention = supported_attention(config, attention)
+    refused = f"model.path: no causal LM could be loaded from {path!r}"
+    attention = supported_attention(read_config(path, refused), attention)
+    with model_errors(refused):
         model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair, as requested
             name,
             revision=revision,
@@ -113,6 +133,7 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
     check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
     base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
     check_model_path(base)
+    read_config(base, f"model.path: {path!r} is not a causal LM")
     try:
         with meta:
             model = load_skeleton(model_directory(base), dtype=dtype, device=meta, attention=attention)

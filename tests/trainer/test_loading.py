@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trainer_cases import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from baton.errors import UserError
-from baton.policy.load import dtype_of, load_empty, load_model
+from baton.policy.load import dtype_of, load_empty, load_model, open_weights
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -98,3 +99,42 @@ def test_too_little_memory_is_not_an_error_of_the_model(path: Path, monkeypatch:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(torch.OutOfMemoryError):
         loaded(path)
+
+
+@WAYS
+@pytest.mark.parametrize("is_adapter", [False, True])
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [({"quant_method": "mxfp4", "dequantize": True}, "mxfp4"), ({"load_in_4bit": True}, "quantization_config")],
+)
+def test_a_quantised_checkpoint_is_refused(
+    way: Callable[[Path], None], is_adapter: bool, config: dict[str, Any], method: str, path: Path
+) -> None:
+    changed(path, quantization_config=config)
+    wanted = path
+    if is_adapter:
+        wanted = path.parent / "adapter"
+        wanted.mkdir()
+        (wanted / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(path)}))
+        tiny_tokenizer().hf.save_pretrained(wanted)
+    with pytest.raises(UserError) as refused:
+        way(wanted)
+    assert f"model.path: {str(path)!r} is a quantised checkpoint ({method})" in str(refused.value)
+    assert "use the unquantised checkpoint of the model, or dequantise the model" in str(refused.value)
+
+
+def test_a_checkpoint_with_the_configuration_of_modelopt_is_refused(path: Path) -> None:
+    (path / "hf_quant_config.json").write_text("{}")
+    assert "is a quantised checkpoint (modelopt)" in refusal(loaded, path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantised_values_never_become_float_weights(dtype: torch.dtype, path: Path) -> None:
+    """Even if the configuration does not say that the checkpoint is quantised."""
+    model = load_empty(str(path), dtype=torch.float32)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    scale = {f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file({**tensors, name: tensors[name].to(dtype), **scale}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"the files have {name} in .*8.*, so the model is quantised"):
+        open_weights(str(path), model)
