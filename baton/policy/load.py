@@ -118,6 +118,12 @@ def load_model(
             f"model.path: the files of {path!r} do not match its config.json: {tensor} has shape {list(stored)}, but "
             f"config.json gives {list(expected)}; copy or download the model again"
         )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(
+            f"model.path: the files of {path!r} lack {', '.join(missing[:3])}{more}, which {type(model).__name__} "
+            "needs; copy or download the model again"
+        )
     model.name_or_path = path  # includes the revision, which checkpoints of adapters record
     _fit_head(model, head_dtype)
     keep_positions_exact(model)

@@ -138,3 +138,26 @@ def test_quantised_values_never_become_float_weights(dtype: torch.dtype, path: P
     save_file({**tensors, name: tensors[name].to(dtype), **scale}, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=f"the files have {name} in .*8.*, so the model is quantised"):
         open_weights(str(path), model)
+
+
+@pytest.mark.parametrize("num_missing", [1, 3, 5])
+def test_weights_that_the_files_lack_are_not_random_numbers(num_missing: int, path: Path) -> None:
+    """Also if ranks read the files: then each rank would have other numbers."""
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)[:num_missing]
+    for name in names:
+        del tensors[name]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+    def read_by_a_rank(path: Path) -> None:
+        open_weights(str(path), load_empty(str(path), dtype=torch.float32))
+
+    listed = ", ".join(names[:3]) + (" and 2 more" if num_missing == 5 else "")
+    for way in (loaded, read_by_a_rank):
+        assert f"lack {listed}, which Qwen3ForCausalLM needs" in refusal(way, path)
+
+
+def test_a_tied_head_need_not_be_in_the_files(tmp_path: Path) -> None:
+    tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded(tmp_path)
