@@ -301,7 +301,8 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a response, from the generation config, the config and the tokenizer."""
     found: list[int] = []
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    for ids in (configured, model.config.eos_token_id, tokenizer.hf.eos_token_id):
+    own, text = (getattr(c, "eos_token_id", None) for c in (model.config, model.config.get_text_config()))
+    for ids in (configured, own, text, tokenizer.hf.eos_token_id):
         found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(found))
 

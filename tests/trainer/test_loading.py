@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trainer_cases import tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from baton.errors import UserError
-from baton.policy.load import dtype_of, load_empty, load_model, open_weights
+from baton.policy.load import dtype_of, end_ids, load_empty, load_model, open_weights
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.run.dry_run import check_room
 from tests.conftest import write_recipe
+from tests.model_families import tiny_config
 
 
 @pytest.fixture
@@ -161,3 +162,14 @@ def test_a_tied_head_need_not_be_in_the_files(tmp_path: Path) -> None:
     tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     loaded(tmp_path)
+
+
+def test_the_end_ids_of_a_model_whose_text_part_has_a_configuration_of_its_own() -> None:
+    text = tiny_config("gemma3_text").to_dict() | {"eos_token_id": [5, 6]}
+    config = Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 1})
+    assert not hasattr(config, "eos_token_id")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = 7
+    tokenizer = tiny_tokenizer()
+    assert end_ids(model, tokenizer) == (7, 5, 6, tokenizer.hf.eos_token_id)
