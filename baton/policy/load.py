@@ -30,6 +30,7 @@ from baton.policy.stored_tensors import StoredTensors, read_index, stored_model
 from baton.policy.tensors import policy_tensors
 from baton.policy.threads import keep_positions_exact
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, model_directory, split_revision
+from baton.types import Message
 
 logger = logging.getLogger(__name__)
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -305,6 +306,19 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     for ids in (configured, own, text, tokenizer.hf.eos_token_id):
         found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(found))
+
+
+def turn_end_id(model: PreTrainedModel, tokenizer: Tokenizer) -> int:
+    """Return the id of `end_ids` with which the chat template ends a response. If the template writes none of them,
+    return the tokenizer's end-of-sequence id, or the first of `end_ids` if the tokenizer has none."""
+    ends, response = end_ids(model, tokenizer), "X"
+    try:
+        ids = tokenizer.prompt_ids((Message("user", "1 + 1"), Message("assistant", response)), is_complete=True)
+    except Exception:  # noqa: BLE001  a template is a program and may raise any exception
+        ids = ()
+    num_after = next((n for n in range(len(ids)) if response in tokenizer.text(ids[-n - 1 :], keep_special=True)), 0)
+    default = ends[0] if tokenizer.hf.eos_token_id is None else int(tokenizer.hf.eos_token_id)
+    return next((each for each in ids[len(ids) - num_after :] if each in ends), default)
 
 
 def torch_dtype(name: DTypeChoice, device: torch.device | None = None) -> torch.dtype:
