@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,9 +30,55 @@ from baton.policy.stored_tensors import StoredTensors, read_index, stored_model
 from baton.policy.tensors import policy_tensors
 from baton.policy.threads import keep_positions_exact
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, model_directory, split_revision
+from baton.types import Message
 
 logger = logging.getLogger(__name__)
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+_REFUSALS = (
+    OSError,
+    ImportError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    SafetensorError,
+)
+
+
+@contextmanager
+def model_errors(what: str) -> Iterator[None]:
+    """Raise UserError for the errors with which transformers refuses a model's files. Its message begins with `what`.
+    Errors because of too little memory are passed on."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except StrictDataclassError as error:  # its first line lacks the reason
+        raise UserError(f"{what}: {' '.join(str(error).split())}") from error
+    except _REFUSALS as error:
+        raise UserError(f"{what}: {first_line(error)}") from error
+
+
+def read_config(path: str, what: str) -> PretrainedConfig:
+    """Return the configuration of a model's directory, or of a model in the hub cache. Raises UserError if transformers
+    refuses it, with a message that begins with `what`, or if the checkpoint is quantised."""
+    name, revision = split_revision(path)
+    method = "modelopt" if (model_directory(path) / "hf_quant_config.json").is_file() else None
+    with model_errors(what):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            name, revision=revision, local_files_only=True, trust_remote_code=False
+        )
+        for part in (config, config.get_text_config()):
+            if found := part.to_dict().get("quantization_config"):
+                method = found.get("quant_method", "quantization_config")
+    if method is not None:
+        raise UserError(
+            f"model.path: {path!r} is a quantised checkpoint ({method}), and Baton trains only float weights; use the "
+            "unquantised checkpoint of the model, or dequantise the model and save it first"
+        )
+    return config
 
 
 def load_model(
@@ -50,14 +99,32 @@ def load_model(
         return merged
     check_model_path(path)
     name, revision = split_revision(path)
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
-        attention = supported_attention(config, attention)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=dtype, attn_implementation=attention, local_files_only=True
+    model: PreTrainedModel
+    info: dict[str, Any]
+    refused = f"model.path: no causal LM could be loaded from {path!r}"
+    attention = supported_attention(read_config(path, refused), attention)
+    with model_errors(refused):
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair, as requested
+            name,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
+    if info["mismatched_keys"]:
+        tensor, stored, expected = min(info["mismatched_keys"])
+        raise UserError(
+            f"model.path: the files of {path!r} do not match its config.json: {tensor} has shape {list(stored)}, but "
+            f"config.json gives {list(expected)}; copy or download the model again"
+        )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(
+            f"model.path: the files of {path!r} lack {', '.join(missing[:3])}{more}, which {type(model).__name__} "
+            "needs; copy or download the model again"
+        )
     model.name_or_path = path  # includes the revision, which checkpoints of adapters record
     _fit_head(model, head_dtype)
     keep_positions_exact(model)
@@ -73,6 +140,7 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
     check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
     base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
     check_model_path(base)
+    read_config(base, f"model.path: {path!r} is not a causal LM")
     try:
         with meta:
             model = load_skeleton(model_directory(base), dtype=dtype, device=meta, attention=attention)
@@ -102,10 +170,8 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
     found = None
     if base_of_adapter(Path(path)) is None:
         check_model_path(path)
-        try:
+        with model_errors(f"model.path: no causal LM could be loaded from {path!r}"):
             found = stored_model(model_directory(path), model, is_exact=is_exact)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
     if found is not None:
         return found
     logger.warning(
@@ -181,7 +247,7 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
     """Construct a model with arbitrary weights from the configuration in `directory`. Code in `directory` is never
     executed. Raises UserError when the configuration does not describe a causal LM."""
-    try:
+    with model_errors("the model's configuration does not give a causal LM"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -189,8 +255,6 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
         )
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the model's configuration does not give a causal LM: {first_line(error)}") from error
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_float32(model, name):  # as `from_pretrained` does
             tensor.data = tensor.data.float()
@@ -228,7 +292,7 @@ def dtype_of(path: str) -> str:
     in `EXPORT_DTYPES`."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError, StrictDataclassError):
         return "float32"
     name = str(config.dtype).removeprefix("torch.")
     return name if name in EXPORT_DTYPES else "float32"
@@ -238,9 +302,23 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a response, from the generation config, the config and the tokenizer."""
     found: list[int] = []
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    for ids in (configured, model.config.eos_token_id, tokenizer.hf.eos_token_id):
+    own, text = (getattr(c, "eos_token_id", None) for c in (model.config, model.config.get_text_config()))
+    for ids in (configured, own, text, tokenizer.hf.eos_token_id):
         found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(found))
+
+
+def turn_end_id(model: PreTrainedModel, tokenizer: Tokenizer) -> int:
+    """Return the id of `end_ids` with which the chat template ends a response. If the template writes none of them,
+    return the tokenizer's end-of-sequence id, or the first of `end_ids` if the tokenizer has none."""
+    ends, response = end_ids(model, tokenizer), "X"
+    try:
+        ids = tokenizer.prompt_ids((Message("user", "1 + 1"), Message("assistant", response)), is_complete=True)
+    except Exception:  # noqa: BLE001  a template is a program and may raise any exception
+        ids = ()
+    num_after = next((n for n in range(len(ids)) if response in tokenizer.text(ids[-n - 1 :], keep_special=True)), 0)
+    default = ends[0] if tokenizer.hf.eos_token_id is None else int(tokenizer.hf.eos_token_id)
+    return next((each for each in ids[len(ids) - num_after :] if each in ends), default)
 
 
 def torch_dtype(name: DTypeChoice, device: torch.device | None = None) -> torch.dtype:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from baton.errors import UserError, first_line
-from baton.policy.load import torch_device, torch_dtype
+from baton.policy.load import model_errors, torch_device, torch_dtype
 from baton.policy.settings import DTypeChoice
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, split_revision
 from baton.types import Message
@@ -32,7 +31,7 @@ class RewardModel:
         CPU, the value is always 0, so the bits of a score do not depend on the other sequences."""
         name, revision = split_revision(path)
         value_type = torch_dtype(dtype, self._device)
-        try:
+        with model_errors(f"{KEY}: no reward model could be loaded from {path!r}"):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 name,
                 revision=revision,
@@ -43,8 +42,6 @@ class RewardModel:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"{KEY}: no reward model could be loaded from {path!r}: {first_line(error)}") from error
         if missing := sorted(info["missing_keys"]):
             raise UserError(
                 f"{KEY}: the files of {path!r} lack {missing[0]}; give a model that was saved as a sequence classifier"
@@ -105,10 +102,8 @@ def _opened(path: str) -> tuple[Tokenizer, Any, str, int | None]:
     except UserError as error:
         raise UserError(str(error).replace("model.path", KEY)) from error
     name, revision = split_revision(path)
-    try:
+    with model_errors(f"{KEY}: {path!r} has no usable configuration"):
         config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{KEY}: {path!r} has no usable configuration: {first_line(error)}") from error
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = positions if isinstance(positions, int) and positions > 0 else None
     return tokenizer, config, next(iter(config.architectures or ()), "no architecture"), longest

@@ -37,6 +37,8 @@ MAX_FILE_BYTES = 50 * 10**9
 """Maximum size of a model file. A larger model is split into several files with an index, as in transformers."""
 SAFETENSORS_NAMES = {dtype_name(dtype): name for name, dtype in str_to_torch_dtype.items()}
 """dtype → its name in safetensors files."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of unquantised tensors in safetensors files."""
 _INDEX = "model.safetensors.index.json"
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
@@ -242,7 +244,8 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
     """Return the tensors of a model's files, keyed by their names in the model.
 
     Returns None if the files lack a tensor that `file_layout` names. With `is_exact`, returns None also if the files
-    have further tensors. Raises SafetensorError for a damaged file, and ValueError for a damaged index.
+    have further tensors. Raises SafetensorError for a damaged file, and ValueError for a damaged index or for quantised
+    values of a tensor that is not quantised in the model.
     """
     opened, single = _opener(), directory / "model.safetensors"
     where = read_index(directory)
@@ -257,6 +260,9 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
         name: [(piece, partial(_slices, opened, directory / where[piece.name], piece.name)) for piece in pieces]
         for name, pieces in layout.items()
     }
+    for name in (name for name, tensor in policy_tensors(model).items() if tensor.is_floating_point()):
+        for stored in {source().get_dtype() for _, source in found[name]}.difference(_FLOATS):
+            raise ValueError(f"the files have {name} in {stored}, so the model is quantised; use unquantised files")
     fits = all(tuple(source().get_shape()) == piece.shape for piece, source in chain(*found.values()))
     return StoredTensors(found) if fits else None
 

@@ -45,7 +45,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     try:
         hf = AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # errors of the package tokenizers have no other common base
         raise UserError(f"model.path: no tokenizer could be loaded from {path!r}: {first_line(error)}") from error
     if hf.chat_template is None:
         raise UserError(

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from baton.cost.memory import stage_bytes
-from baton.errors import UserError, first_line
+from baton.errors import UserError
 from baton.policy.adapters import base_of_adapter
-from baton.policy.load import check_weight_files, torch_device
+from baton.policy.load import check_weight_files, model_errors, read_config, torch_device
 from baton.policy.memory import available_bytes
 from baton.policy.reward_model import check_generative_model, check_reward_model
-from baton.policy.tokenizer import load_tokenizer, split_revision
+from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import RewardScorer
@@ -152,13 +152,10 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, Mode
     fits.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
-    name, revision = split_revision(path)
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {path!r} is not a causal LM: {first_line(error)}") from error
+    refused = f"model.path: {path!r} is not a causal LM"
+    config = read_config(path, refused)
+    with model_errors(refused), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     check_support(choices_with(recipe, config))
     check_reward_models(recipe)
     positions = _max_positions(config)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.files import atomic_directory, writing
-from baton.policy.load import end_ids, load_model, torch_device
+from baton.policy.load import end_ids, load_model, torch_device, turn_end_id
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.recipe import WarmStart
@@ -158,7 +158,7 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
         assert recipe.scratch is not None
         tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
         model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
-    end = end_ids(model, tokenizer)[0]
+    end = turn_end_id(model, tokenizer)
     encoder = PromptEncoder(tokenizer, recipe.task)
     examples = (
         Demonstration(encoder.ids(prompt), _response_ids(texts, encoder, end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from io import StringIO
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from baton.console import Console
 from baton.environments.token_bridge import TokenBridge
 from baton.errors import TaskExhausted, TrainingDiverged, UserError
-from baton.policy.new_model import scratch_model, scratch_tokenizer
+from baton.policy.new_model import CHAT_TEMPLATE, END, scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.load import load_recipe
@@ -266,6 +267,42 @@ def test_a_model_whose_responses_could_not_end_is_refused(
     monkeypatch.setattr("baton.run.sft.end_ids", lambda *_: ())
     with pytest.raises(UserError, match=f"{small.model} has no end-of-sequence id.*set eos_token_id in its config"):
         warm_start(load_recipe(WarmStart, path), WATCHED)
+
+
+@pytest.mark.parametrize(
+    ("template_end", "eos", "ends", "expected"),
+    [
+        (END, "<|system|>", ["<|system|>", "<|user|>", END], END),
+        ("{{ raise_exception('no') }}", "<|user|>", ["<|system|>", "<|user|>"], "<|user|>"),
+        ("", "<|user|>", ["<|system|>", "<|user|>"], "<|user|>"),
+        ("", None, ["<|system|>", "<|user|>"], "<|system|>"),
+    ],
+)
+def test_a_response_ends_as_the_chat_template_ends_a_turn(
+    template_end: str,
+    eos: str | None,
+    ends: list[str],
+    expected: str,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama-3 and Gemma list several ids, and the first is not the one that their templates write."""
+    scratch_model(SHAPE, tokenizer, seed=0).save_pretrained(tmp_path / "model")
+    changed = deepcopy(tokenizer.hf)
+    changed.chat_template, changed.eos_token = CHAT_TEMPLATE.replace(END, template_end), eos
+    changed.save_pretrained(tmp_path / "model")
+    ids = [tokenizer.hf.convert_tokens_to_ids(each) for each in ends]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    shown: list[Demonstration] = []
+    monkeypatch.setattr(sft, "fine_tune", lambda model, examples, *_, **__: shown.append(next(examples)))
+    monkeypatch.setattr(sft, "fmean", lambda losses: 0.0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    source = f'data = "{tmp_path / "rows.jsonl"}"'
+    path = write_warm_start(tmp_path / "warm.toml", source, f'[model]\npath = "{tmp_path / "model"}"\n')
+    warm_start(load_recipe(WarmStart, path), WATCHED)
+    (row,) = shown
+    assert tokenizer.text(row.response_ids, keep_special=True) == f"2{expected}"
 
 
 def test_a_training_that_fails_closes_the_metrics(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
