@@ -10,6 +10,7 @@ processes share cores and memory, and fits the parameters to the measured times.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.run.assemble import engines_beside, set_up_torch
 from baton.run.resume import with_dtypes
-from baton.specs.cluster import find_gpu, gpu_types
+from baton.specs.cluster import GB, find_gpu, gpu_types
 from baton.specs.model import read_model
 from baton.trainer import alarms
 
@@ -104,9 +105,21 @@ def write_calibration(found: Profile, path: Path) -> None:
 def _gpu_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
-    shown = torch.cuda.get_device_name(device)
-    plain = shown.replace(" ", "").replace("GeForce", "")
-    for name in sorted(gpu_types(), key=len, reverse=True):
-        if name.replace("-", "") in plain.replace("-", ""):
-            return name
-    raise UserError(f"--gpu: {shown} is not in the catalogue; give the most similar of {', '.join(gpu_types())}")
+    return catalogue_name(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def catalogue_name(shown: str, memory_bytes: float) -> str:
+    """Return the GPU type of the catalogue for the name that the driver reports and the device's memory, which may
+    differ from the nominal memory by 10 %. Raises UserError unless exactly one type matches."""
+    words = set(re.split(r"[\s-]+", shown.upper().replace("RTX ", "RTX")))
+    sizes = {float(word.removesuffix("GB")) for word in words if re.fullmatch(r"\d+GB", word)}
+    found = [
+        name
+        for name, gpu in gpu_types().items()
+        if re.sub(r"-\d+$", "", name) in words  # in the catalogue, "-40" and "-80" state the memory
+        and sizes <= {round(gpu.hbm_bytes / GB)}
+        and abs(memory_bytes / gpu.hbm_bytes - 1) <= 0.1
+    ]
+    if len(found) != 1:
+        raise UserError(f"--gpu: {shown} is not in the catalogue; give the most similar of {', '.join(gpu_types())}")
+    return found[0]
