@@ -1,0 +1,65 @@
+"""Models of the Hugging Face hub: what counts as cached, and what is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.policy import tokenizer
+from baton.policy.tokenizer import check_model_path
+from tests.tasks.hub_cache import snapshot, use_cache
+
+NAME = "owner/large"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+CONFIG = {"config.json": "{}", "tokenizer_config.json": "{}"}
+INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))})}
+ALL = {**CONFIG, **INDEX, **dict.fromkeys(SHARDS, ""), "tokenizer.json": "{}"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of a model in an otherwise empty cache."""
+    return snapshot(use_cache(tmp_path, monkeypatch), "model", NAME, "0" * 40)
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch, folder: Path, remote: dict[str, str]) -> list[dict[str, Any]]:
+    """Let the hub have these files; return the list of the calls that download them."""
+    calls: list[dict[str, Any]] = []
+
+    def download(name: str, **arguments: Any) -> None:
+        calls.append({"name": name, **arguments})
+        for file, text in remote.items():
+            (folder / file).write_text(text)
+
+    monkeypatch.setattr(tokenizer, "snapshot_download", download)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("cached", "holding", "is_complete"),
+    [
+        (ALL, "config.json", True),
+        ({**CONFIG, "model.safetensors": ""}, "config.json", True),
+        ({**CONFIG, "pytorch_model.bin": ""}, "config.json", True),
+        ({**CONFIG, **INDEX, SHARDS[0]: ""}, "config.json", False),
+        ({**CONFIG, SHARDS[0]: ""}, "config.json", False),
+        (CONFIG, "config.json", False),
+        ({**CONFIG, "model.safetensors.index.json": "damaged"}, "config.json", True),  # loading the model reports it
+        ({**CONFIG, "tokenizer.json": "{}"}, "tokenizer_config.json", True),
+        ({**CONFIG, "vocab.json": "{}", "merges.txt": ""}, "tokenizer_config.json", True),
+        ({**CONFIG, "tokenizer.model": ""}, "tokenizer_config.json", True),
+        ({**CONFIG, "vocab.json": "{}"}, "tokenizer_config.json", False),
+        (CONFIG, "tokenizer_config.json", False),
+    ],
+)
+def test_an_interrupted_download_is_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cached: dict[str, str], holding: str, is_complete: bool
+) -> None:
+    for file, text in cached.items():
+        (folder / file).write_text(text)
+    calls = downloads(monkeypatch, folder, ALL)
+    check_model_path(NAME, holding=holding)
+    assert len(calls) == (0 if is_complete else 1)
