@@ -91,8 +91,9 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a model's files to download. The other files of a model on the hub are weights for other frameworks."""
-
-
+_COPIES = (*(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"), "*/*.bin", "consolidated*")
+"""Patterns of files not to download: copies of the weights for other software, and subfolders except for chat
+templates (`additional_chat_templates/`)."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files of models whose weights are in one file. Otherwise, an index named after this file lists the files."""
 _VOCABULARIES = (
@@ -134,7 +135,7 @@ def _download(path: str) -> None:
     name, revision = split_revision(path)
     try:
         for patterns in (_FILES, (*_FILES, "pytorch_model*.bin")):
-            snapshot_download(name, revision=revision, allow_patterns=list(patterns))
+            snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_COPIES))
             if _is_cached(path, "config.json"):
                 return
     except Exception as error:  # errors of the network have no common base

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from baton.policy import tokenizer
 from baton.policy.tokenizer import check_model_path
@@ -63,3 +64,20 @@ def test_an_interrupted_download_is_resumed(
     calls = downloads(monkeypatch, folder, ALL)
     check_model_path(NAME, holding=holding)
     assert len(calls) == (0 if is_complete else 1)
+
+
+def test_copies_of_the_weights_are_not_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repositories of gpt-oss and Mistral have the weights twice."""
+    calls = downloads(monkeypatch, folder, ALL)
+    check_model_path(NAME)
+    (call,) = calls
+    copies = ["original/model.safetensors", "original/config.json", "metal/model.bin", "consolidated.safetensors"]
+    needed = [*ALL, "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    patterns = {key: call[key] for key in ("allow_patterns", "ignore_patterns") if key in call}
+    assert list(filter_repo_objects([*needed, *copies], **patterns)) == needed
+    pytorch = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "original/pytorch_model.bin"]
+    calls = downloads(monkeypatch, folder, {})
+    (folder / SHARDS[0]).unlink()
+    check_model_path(NAME)
+    patterns = {key: calls[1][key] for key in patterns}
+    assert list(filter_repo_objects(pytorch, **patterns)) == pytorch[:2]
