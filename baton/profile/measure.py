@@ -24,8 +24,9 @@ from baton.cost.fit import Measurement, fit, with_rollout
 from baton.cost.generate import DeviceClass
 from baton.errors import UserError
 from baton.files import write_whole
+from baton.policy.adapters import base_of_adapter
 from baton.policy.load import torch_device
-from baton.policy.tokenizer import model_directory
+from baton.policy.tokenizer import check_model_path, model_directory
 from baton.profile.engine import Say, companions, engine_points
 from baton.profile.train_steps import measure_train_steps
 from baton.profile.whole_steps import with_whole_steps
@@ -61,6 +62,8 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     on_cpu = device.type == "cpu"
     name = gpu or _gpu_name(device)
     find_gpu(name, gpu_types(), "--gpu")
+    check_model_path(base_of_adapter(Path(recipe.model.path)) or recipe.model.path)
+    spec = read_model(model_directory(recipe.model.path))
     threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe))
     devices = threads if on_cpu else 1
     processes = recipe.swarm.workers or recipe.engine.processes
@@ -73,7 +76,6 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
         timings = measure_train_steps(recipe, say)
     finally:
         alarms.logger.disabled = False
-    spec = read_model(model_directory(recipe.model.path))
     hardware = gpu_types()[name]
     start = Efficiency(
         train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5

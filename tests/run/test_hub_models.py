@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: what counts as cached, and what is downloaded."""
+"""Models of the Hugging Face hub: what counts as cached, what is downloaded, and adapters of such models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
+from baton.errors import UserError
 from baton.policy import tokenizer
 from baton.policy.tokenizer import check_model_path
-from tests.tasks.hub_cache import snapshot, use_cache
+from baton.profile.measure import profile
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.simulator.input_sources import RecipeSource, SimulationOptions
+from baton.specs.model import read_model
+from tests.tasks.hub_cache import snapshot, store_model, use_cache
 
+ROOT = Path(__file__).parents[2]
 NAME = "owner/large"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 CONFIG = {"config.json": "{}", "tokenizer_config.json": "{}"}
@@ -81,3 +88,27 @@ def test_copies_of_the_weights_are_not_downloaded(folder: Path, monkeypatch: pyt
     check_model_path(NAME)
     patterns = {key: calls[1][key] for key in patterns}
     assert list(filter_repo_objects(pytorch, **patterns)) == pytorch[:2]
+
+
+@pytest.mark.parametrize("revision", [None, "0" * 40])
+def test_an_adapter_of_a_hub_model_is_simulated_and_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    def measured(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("baton.profile.measure.engine_points", measured)
+    hub, model, adapter = use_cache(tmp_path, monkeypatch), ROOT / "models" / "quickstart", tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"base_model_name_or_path": "owner/quickstart", "revision": revision}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    recipe = load_recipe(Recipe, ROOT / "recipes" / "quickstart.toml", [f"model.path={adapter}", "model.device=cpu"])
+    with pytest.raises(UserError, match=r"owner/quickstart.* is neither a directory nor in the .*`hf download"):
+        read_model(adapter)
+    with pytest.raises(UserError, match=r"owner/quickstart"):
+        profile(recipe, None, print, num_steps=1)
+    store_model(hub, "owner/quickstart", model, "0" * 40)
+    assert read_model(adapter) == read_model(model)
+    assert RecipeSource(recipe).setting(SimulationOptions()).slots > 0
+    with pytest.raises(InterruptedError):
+        profile(recipe, None, print, num_steps=1)
