@@ -74,8 +74,8 @@ _OWN: dict[str, dict[str, Any]] = {
 """What a family has besides `_SHAPE`; `...` leaves a key out."""
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
+def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
     """Two layers, 16 wide, random weights."""
-    shape = {**_SHAPE, **_OWN.get(model_type, {})}
+    shape = {**_SHAPE, **_OWN.get(model_type, {}), **more}
     kind = type(AutoConfig.for_model(model_type))
     return kind(**{key: value for key, value in shape.items() if value is not ...})

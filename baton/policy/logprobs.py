@@ -7,8 +7,8 @@ rows, N tokens to score, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -99,7 +99,7 @@ def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), 
     ids[:, :2] = torch.repeat_interleave(ids[: len(shares), :2], torch.tensor(shares), dim=0)
     places = torch.arange(9).expand(num_rows, -1)
     is_scored = (places > 1) & (places < torch.tensor(lengths)[:, None])
-    with torch.no_grad():
+    with torch.no_grad(), _limit_windows(model, 6):
         try:
             tokens = concatenated(ids, is_scored, [2] * num_rows, lengths, shares).to(model.device)
             if has_head:
@@ -118,6 +118,21 @@ def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), 
     expected = torch.cat(alone)
     largest = 1.0 if has_head else float(expected.abs().max())
     return torch.allclose(packed, expected, atol=tolerance * largest, rtol=tolerance)
+
+
+@contextmanager
+def _limit_windows(model: PreTrainedModel, most: int) -> Iterator[None]:
+    """Limit the sliding windows of a model to `most` positions, so that short rows are longer than the windows."""
+    owners: list[Any] = [owner for module in model.modules() for owner in (module, getattr(module, "config", None))]
+    found = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
+    windows = [(owner, window) for owner, window in found if isinstance(window, int) and window > most]
+    try:
+        for owner, _ in windows:
+            owner.sliding_window = most
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.Tensor:

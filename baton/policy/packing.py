@@ -8,7 +8,7 @@ together. No attention mask over all pairs of tokens is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -168,7 +168,7 @@ def _attend(
     if tokens is not None and not shares and torch.is_autocast_enabled(query.device.type):
         heads = query.shape[1], key.shape[1], query.shape[3]
         if (kernel := _kernel(query.device, heads, torch.get_autocast_dtype(query.device.type))) is not None:
-            return _by_kernel(kernel, (query, key, value), tokens, kwargs), None
+            return _by_kernel(module, kernel, (query, key, value), tokens, kwargs), None
     return _by_rows(module, (query, key, value), attention_mask, tokens, kwargs), None
 
 
@@ -217,11 +217,24 @@ def _attended(module: torch.nn.Module, qkv: Qkv, begin: int, kwargs: dict[str, A
     """Return the attention output [rows, queries, heads, D]. The first query is at position `begin`. Each query attends
     to the keys up to its own position."""
     end, device, mask = qkv[1].shape[2], qkv[1].device, None
-    window = kwargs.get("sliding_window") or end
+    window = attention_window(module, kwargs) or end
     if begin or end > window:
         behind = torch.arange(begin, end, device=device)[:, None] - torch.arange(end, device=device)
         mask = ((behind >= 0) & (behind < window))[None, None]
     return _sdpa(module, qkv, mask, kwargs)
+
+
+def attention_window(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> int | None:
+    """Return the sliding window of an attention module: the number of positions that a query attends to, including its
+    own; None means all positions. Some families (phimoe, qwen2_moe) do not pass `sliding_window` in `kwargs`, because
+    only the mask has the window. For these, the window is read from the config, as for the mask of the layer."""
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"] or None
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and layer_types[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def _sdpa(module: torch.nn.Module, qkv: Qkv, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -229,11 +242,13 @@ def _sdpa(module: torch.nn.Module, qkv: Qkv, mask: torch.Tensor | None, kwargs: 
     return found
 
 
-def _by_kernel(kernel: Any, qkv: Qkv, tokens: PackedTokens, kwargs: dict[str, Any]) -> torch.Tensor:
+def _by_kernel(
+    module: torch.nn.Module, kernel: Any, qkv: Qkv, tokens: PackedTokens, kwargs: dict[str, Any]
+) -> torch.Tensor:
     dtype, longest = torch.get_autocast_dtype(qkv[0].device.type), max(map(max, tokens.shapes))
     # `squeeze(0)` instead of `[0]`, whose backward pass would allocate a tensor of zeros and copy the gradient into it.
     laid = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in qkv]
-    window = kwargs.get("sliding_window")
+    window = attention_window(module, kwargs)
     output: torch.Tensor = kernel(
         *laid,
         tokens.ends,

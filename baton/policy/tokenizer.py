@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 
 from baton.errors import UserError, first_line
@@ -90,21 +91,51 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a model's files to download. The other files of a model on the hub are weights for other frameworks."""
+_COPIES = (*(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"), "*/*.bin", "consolidated*")
+"""Patterns of files not to download: copies of the weights for other software, and subfolders except for chat
+templates (`additional_chat_templates/`)."""
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files of models whose weights are in one file. Otherwise, an index named after this file lists the files."""
+_VOCABULARIES = (
+    *(("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",)),
+    *(("*.model",), ("*.tiktoken",), ("tekken.json",)),
+)
+"""A tokenizer has the files of at least one of these rows, besides its configuration."""
+
+
+class _WeightIndex(msgspec.Struct):
+    """The index of a model's files."""
+
+    weight_map: dict[str, str]
 
 
 def _is_cached(path: str, holding: str) -> bool:
+    """Return whether the hub cache has the file `holding` and all weights, or all files of the tokenizer if `holding`
+    is its configuration. After an interrupted download, the cache has only some of them."""
     name, revision = split_revision(path)
     found = try_to_load_from_cache(name, holding, revision=revision)
-    if not isinstance(found, str) or holding == "tokenizer_config.json":
-        return isinstance(found, str)
-    return any(any(Path(found).parent.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    if not isinstance(found, str):
+        return False
+    directory = Path(found).parent
+    if holding == "tokenizer_config.json":
+        return any(all(any(directory.glob(pattern)) for pattern in row) for row in _VOCABULARIES)
+    for weights in _WEIGHTS:
+        if (directory / weights).is_file():
+            return True
+        if (index := directory / f"{weights}.index.json").is_file():
+            try:
+                names = set(msgspec.json.decode(index.read_bytes(), type=_WeightIndex).weight_map.values())
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return True  # loading the model reports a damaged index
+            return all((directory / name).is_file() for name in names)
+    return False
 
 
 def _download(path: str) -> None:
     name, revision = split_revision(path)
     try:
         for patterns in (_FILES, (*_FILES, "pytorch_model*.bin")):
-            snapshot_download(name, revision=revision, allow_patterns=list(patterns))
+            snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_COPIES))
             if _is_cached(path, "config.json"):
                 return
     except Exception as error:  # errors of the network have no common base

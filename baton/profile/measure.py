@@ -10,6 +10,7 @@ processes share cores and memory, and fits the parameters to the measured times.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from baton.cost.fit import Measurement, fit, with_rollout
 from baton.cost.generate import DeviceClass
 from baton.errors import UserError
 from baton.files import write_whole
+from baton.policy.adapters import base_of_adapter
 from baton.policy.load import torch_device
-from baton.policy.tokenizer import model_directory
+from baton.policy.tokenizer import check_model_path, model_directory
 from baton.profile.engine import Say, companions, engine_points
 from baton.profile.train_steps import measure_train_steps
 from baton.profile.whole_steps import with_whole_steps
@@ -32,7 +34,7 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.run.assemble import engines_beside, set_up_torch
 from baton.run.resume import with_dtypes
-from baton.specs.cluster import find_gpu, gpu_types
+from baton.specs.cluster import GB, find_gpu, gpu_types
 from baton.specs.model import read_model
 from baton.trainer import alarms
 
@@ -60,6 +62,8 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     on_cpu = device.type == "cpu"
     name = gpu or _gpu_name(device)
     find_gpu(name, gpu_types(), "--gpu")
+    check_model_path(base_of_adapter(Path(recipe.model.path)) or recipe.model.path)
+    spec = read_model(model_directory(recipe.model.path))
     threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe))
     devices = threads if on_cpu else 1
     processes = recipe.swarm.workers or recipe.engine.processes
@@ -72,7 +76,6 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
         timings = measure_train_steps(recipe, say)
     finally:
         alarms.logger.disabled = False
-    spec = read_model(model_directory(recipe.model.path))
     hardware = gpu_types()[name]
     start = Efficiency(
         train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5
@@ -104,9 +107,21 @@ def write_calibration(found: Profile, path: Path) -> None:
 def _gpu_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
-    shown = torch.cuda.get_device_name(device)
-    plain = shown.replace(" ", "").replace("GeForce", "")
-    for name in sorted(gpu_types(), key=len, reverse=True):
-        if name.replace("-", "") in plain.replace("-", ""):
-            return name
-    raise UserError(f"--gpu: {shown} is not in the catalogue; give the most similar of {', '.join(gpu_types())}")
+    return catalogue_name(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def catalogue_name(shown: str, memory_bytes: float) -> str:
+    """Return the GPU type of the catalogue for the name that the driver reports and the device's memory, which may
+    differ from the nominal memory by 10 %. Raises UserError unless exactly one type matches."""
+    words = set(re.split(r"[\s-]+", shown.upper().replace("RTX ", "RTX")))
+    sizes = {float(word.removesuffix("GB")) for word in words if re.fullmatch(r"\d+GB", word)}
+    found = [
+        name
+        for name, gpu in gpu_types().items()
+        if re.sub(r"-\d+$", "", name) in words  # in the catalogue, "-40" and "-80" state the memory
+        and sizes <= {round(gpu.hbm_bytes / GB)}
+        and abs(memory_bytes / gpu.hbm_bytes - 1) <= 0.1
+    ]
+    if len(found) != 1:
+        raise UserError(f"--gpu: {shown} is not in the catalogue; give the most similar of {', '.join(gpu_types())}")
+    return found[0]

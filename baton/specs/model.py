@@ -122,17 +122,38 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 def read_model(path: Path) -> ModelSpec:
     """Read the config.json of a model. `path` is the file, the model's directory, or the directory of an adapter for
-    the model. Raises UserError if the file or a required key is missing, or a value is invalid."""
+    the model. The base model of an adapter may be in the Hugging Face cache. Raises UserError if the file or a required
+    key is missing, or a value is invalid."""
     file = path / "config.json" if path.is_dir() else path
+    name = file.parent.name if file.name == "config.json" else file.stem
     if not file.is_file() and (adapter := path / "adapter_config.json").is_file():
-        base = _read_object(adapter).get("base_model_name_or_path")
-        if not isinstance(base, str):
-            raise UserError(f"{adapter}: base_model_name_or_path: got {base!r}, allowed is the adapter's base model")
-        file = Path(base) / "config.json"
+        file, name = _base_config(adapter)
     if not file.is_file():
         raise UserError(f"there is no model config at {file}: give a Hugging Face model directory or its config.json")
-    name = file.parent.name if file.name == "config.json" else file.stem
     return model_spec(_read_object(file), name, str(file))
+
+
+def _base_config(adapter: Path) -> tuple[Path, str]:
+    """Return the config.json and the name of the base model of an adapter."""
+    config = _read_object(adapter)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(base, str):
+        raise UserError(f"{adapter}: base_model_name_or_path: got {base!r}, allowed is the adapter's base model")
+    if Path(base).is_dir():
+        return Path(base) / "config.json", Path(base).name
+    from huggingface_hub import try_to_load_from_cache  # imported here because the import is slow
+
+    try:
+        found = try_to_load_from_cache(base, "config.json", revision=revision)
+    except ValueError:  # not a valid name
+        found = None
+    if not isinstance(found, str):
+        name = f"{base}@{revision}" if revision else base
+        raise UserError(
+            f"{adapter}: base_model_name_or_path: {name!r} is neither a directory nor in the Hugging Face cache: "
+            f"change it, or run `hf download {base}`"
+        )
+    return Path(found), base.rpartition("/")[2]
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -130,6 +130,16 @@ def test_a_model_of_the_hub_is_compared_if_its_config_is_in_the_cache(hub: Path)
     assert "the plan has tuned (0.8 M parameters in 4 layers)" in note
 
 
+def test_an_adapter_of_a_hub_model_is_compared_if_the_config_of_its_base_is_in_the_cache(
+    hub: Path, tmp_path: Path
+) -> None:
+    store_model(hub, "owner/quickstart", ROOT / "models" / "quickstart")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/quickstart"}')
+    own = f"model.path='{tmp_path}'"
+    assert check_plan(planned(), recipe(own), FILE) == ()
+    assert "in 28 layers" in refusal(planned(num_layers=28), own)
+
+
 def test_a_model_of_the_hub_that_is_not_in_the_cache_is_named_in_one_sentence(hub: Path) -> None:
     (note,) = check_plan(planned(num_layers=28), recipe("model.path='Qwen/Qwen2.5-7B'"), FILE)
     assert note == (

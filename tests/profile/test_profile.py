@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from baton.cli import main as cli
 from baton.cost.efficiency import CalibrationSettings
 from baton.errors import UserError
-from baton.profile.measure import profile
+from baton.profile.measure import catalogue_name, profile
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload
@@ -55,6 +56,41 @@ def test_a_workload_is_measured_from_a_run(small: Any) -> None:
 def test_a_name_outside_the_catalogue_is_refused(small: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--gpu: unknown GPU 'Abacus'"):
         run("profile", small.recipe, "--gpu", "Abacus", "--out", tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize(
+    ("shown", "gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.15, "A100-80"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.38, "A100-40"),
+        ("A100-PCIE-40GB", 39.38, "A100-40"),
+        ("NVIDIA A800-SXM4-80GB", 79.15, "A800"),
+        ("NVIDIA A10", 22.06, "A10"),
+        ("NVIDIA L4", 22.03, "L4"),
+        ("NVIDIA L20", 44.4, "L20"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA H20", 95.0, "H20"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"),
+        ("AMD Instinct MI300X", 191.7, "MI300X"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.25, None),
+        ("NVIDIA A100-SXM-64GB", 63.4, None),
+        ("NVIDIA A10G", 22.06, None),
+        ("NVIDIA L40", 44.4, None),
+        ("NVIDIA GH200 480GB", 94.5, None),
+        ("NVIDIA H100 NVL", 93.1, None),
+        ("NVIDIA H20-3e", 139.8, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+    ],
+)
+def test_a_gpu_is_found_by_its_whole_name_and_its_memory(shown: str, gib: float, name: str | None) -> None:
+    if name is None:
+        with pytest.raises(UserError, match=f"--gpu: {re.escape(shown)} is not in the catalogue; give"):
+            catalogue_name(shown, gib * 2**30)
+    else:
+        assert catalogue_name(shown, gib * 2**30) == name
 
 
 @pytest.mark.parametrize(("mode", "threads"), [("sync", 8), ("async", 6)])

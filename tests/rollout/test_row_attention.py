@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded import row_attention
 from baton.rollout.engines.embedded.length_classes import SlotRange
 from baton.rollout.engines.embedded.network import Network
+from tests.model_families import tiny_config
 
 pytestmark = pytest.mark.numerics
 
@@ -65,6 +66,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return made
 
 
+def masked() -> PreTrainedModel:
+    """A model whose tokens see nine positions by the mask alone: attention is not given the window."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config("phimoe", sliding_window=9, initializer_range=0.3)).eval()
+
+
 def windowed() -> PreTrainedModel:
     """A model whose tokens see nine positions."""
     torch.manual_seed(0)
@@ -73,14 +80,14 @@ def windowed() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=9, initializer_range=0.3)).eval()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "windowed"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "windowed", "masked"])
 def test_it_says_what_scanning_as_far_as_the_longest_says(
     name: str, load: Callable[[str], PreTrainedModel], kernel: Kernel
 ) -> None:
     """Rows of many lengths in slots with garbage behind them; and prefill goes the way it went."""
 
     def logits(*, by_row: bool) -> Tensor:
-        model = windowed() if name == "windowed" else load(name)
+        model = {"windowed": windowed, "masked": masked}.get(name, lambda: load(name))()
         network = Network(model, 16, 64, attends_by_row=by_row)
         generator = torch.Generator().manual_seed(1)
         positions = torch.arange(16) * 3 + 1

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
@@ -13,7 +21,9 @@ from baton.policy import packing
 from baton.policy.head import RequestedScores, find_head
 from baton.policy.logprobs import compute_in, packed_scores, packs_as_it_pads, padded_scores
 from baton.policy.packing import PACKED, concatenated, prefer_packed_attention
+from baton.recipe.support import support_table
 from baton.trainer import model_setup
+from tests.model_families import tiny_config
 
 pytestmark = pytest.mark.numerics
 
@@ -101,6 +111,44 @@ def test_in_bfloat16_it_is_close_and_attention_is_in_float32():
     assert 0 < (found - expected).abs().mean() < 0.05
 
 
+def families_with_window():
+    """Tested families whose configuration can have a sliding window."""
+    tested = next(entry for entry in support_table().support if entry.test and "architecture" in entry.when)
+    kinds = {name: type(tiny_config(name)) for name in tested.when["architecture"]}
+    return [name for name, kind in kinds.items() if hasattr(kind(), "sliding_window")]
+
+
+def test_packed_rows_longer_than_the_window_equal_padded_rows_in_every_family():
+    """Some families pass the window to attention, others (phimoe, qwen2_moe) have it only in the mask."""
+    names = families_with_window()
+    assert {"mistral", "phimoe", "qwen2_moe", "qwen3"} <= set(names)
+    for name in names:
+        torch.manual_seed(0)
+        config = tiny_config(name, sliding_window=12, use_sliding_window=True, max_window_layers=1)
+        config.initializer_range = 0.3
+        model = AutoModelForCausalLM.from_config(config).eval()
+        ids = torch.randint(2, config.vocab_size, (2, 40))
+        with torch.no_grad():
+            expected = padded_scores(model, ids, first=1).logprobs.flatten()
+            prefer_packed_attention(model)
+            if packs_as_it_pads(model):
+                found = packed_scores(model, concatenated(ids, torch.arange(80).view(2, 40) % 40 > 0, [1, 1], [40, 40]))
+                torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=1e-4, msg=name)
+            else:
+                assert name == "gpt_oss"  # its eager attention does not separate packed rows
+
+
+def test_a_model_whose_window_packed_attention_does_not_know_does_not_pack(monkeypatch):
+    """The rows that are compared are shorter than the usual windows, so the windows are limited meanwhile."""
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4096)).eval()
+    prefer_packed_attention(model)
+    assert packs_as_it_pads(model)
+    monkeypatch.setattr(packing, "attention_window", lambda module, kwargs: None)
+    assert not packs_as_it_pads(model)
+    assert model.config.sliding_window == 4096
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
     """The kernel runs on CUDA alone; here a plain one of its signature takes its place."""
@@ -128,7 +176,7 @@ def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
     _, tokens = laid()
     by_rows = packing._by_rows(module, (query, key, value), None, tokens, kwargs)
     with torch.autocast("cpu", torch.bfloat16):
-        by_kernel = packing._by_kernel(kernel, (query, key, value), tokens, kwargs)
+        by_kernel = packing._by_kernel(module, kernel, (query, key, value), tokens, kwargs)
     assert by_kernel.shape == by_rows.shape == (1, sum(LENGTHS), 4, 8)
     torch.testing.assert_close(by_kernel.float(), by_rows, atol=0.03, rtol=0.03)
 

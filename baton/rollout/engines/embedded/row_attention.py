@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from baton.policy.packing import attention_window
 from baton.rollout.engines.embedded.kernels import LANES, attend
 from baton.rollout.engines.embedded.length_classes import SlotRange
 
@@ -86,7 +87,7 @@ def _attention(
         return found
     if not isinstance(rows, Rows):
         return attend_by_class(module, (query, key, value, attention_mask), rows, **kwargs), None
-    window = kwargs.get("sliding_window")
+    window = attention_window(module, kwargs)
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         if query.shape[-1] % LANES:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
