@@ -67,7 +67,8 @@ def test_a_tenth_of_the_rooms_is_held_out_and_no_symmetric_room_is_trained_on() 
 
 def test_a_conversation_is_the_prompt_as_it_is() -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Compute 2+2."}]
-    spec = EnvironmentSpec("tools", TOOLS, {"tools": ["baton.environments.code:run_python"]}, tool_format=ToolFormat("hermes"))
+    args = {"tools": ["baton.environments.code:run_python"]}
+    spec = EnvironmentSpec("tools", TOOLS, args, tool_format=ToolFormat("hermes"))
     task = EnvironmentTask(spec, EnvironmentSettings(processes=1), rows=[{"prompt": turns}])
     messages = task.draw(1, 0).messages
     task.close()
