@@ -36,7 +36,7 @@ def server() -> SglangServer:
     settings = EngineSettings(slots=16, max_context_tokens=192, dtype="float32")
     model, version = ModelSettings(path=str(ROOT / "models" / "quickstart"), device="cpu"), PolicyVersion("server", 0)
     made = SglangServer(engine_of_model(model, settings, version))  # type: ignore[arg-type]
-    made.context_length, made.shape = 192, {"tp_size": 1, "pp_size": 1}
+    made.context_length, made.shape = 198, {"tp_size": 1, "pp_size": 1}
     return made
 
 
@@ -46,8 +46,8 @@ def test_servers_tell_their_shape_or_why_they_do_not_answer(servers: tuple[Sglan
     new.shape = {"tp_size": 4}
     urls = [old.url, new.url + "/", "http://127.0.0.1:9"]
     first, second, third = ask_servers(urls, key="secret", timeout_s=20.0)
-    assert first == ServerInfo(context_length=192, tp=1, pp=1)
-    assert second == ServerInfo(context_length=192, tp=4, pp=None)
+    assert first == ServerInfo(context_length=198, tp=1, pp=1)
+    assert second == ServerInfo(context_length=198, tp=4, pp=None)
     assert "Cannot connect" in str(third)
     assert ask_servers(urls[:1], key=None, timeout_s=20.0) == ["HTTP 401"]
 

@@ -63,7 +63,7 @@ class SglangServer:
         self.num_delayed = 0
         """Number of next requests that stay in the front end until an abort has missed them."""
         self.event_s = 0.0
-        self.context_length = 128
+        self.context_length = 134
         self.shape: dict[str, int] = {}
         """Parallelism that the server reports: tp_size, pp_size."""
         self.label = "default"

@@ -382,10 +382,10 @@ def test_a_server_is_checked_when_the_engine_is_built(
         with pytest.raises(UserError, match="the environment variable BATON_TEST_KEY is not set"):
             sglang(locked, key_variable="BATON_TEST_KEY")
         monkeypatch.setenv("BATON_TEST_KEY", "sesame")
-        locked.context_length = 64
-        with pytest.raises(UserError, match="was started with --context-length 64"):
+        locked.context_length = 133  # SGLang then accepts no input of 127 tokens
+        with pytest.raises(UserError, match=r"got 128, allowed are at most 127, .* was started with --context-length"):
             sglang(locked, key_variable="BATON_TEST_KEY")
-        locked.context_length = 128
+        locked.context_length = 134
         engine = sglang(locked, key_variable="BATON_TEST_KEY")
         assert grow(engine, [driver.lease(0, PROMPT, 4)])[0].num_tokens == 4
         with pytest.raises(UserError, match="only temperature is allowed"):

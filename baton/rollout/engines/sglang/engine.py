@@ -35,6 +35,10 @@ from baton.types import FromWorker, PolicyVersion
 
 _BYTES_PER_TOKEN = 256
 """Maximum number of bytes that a token takes in an event of a stream, with its id, logprob and text."""
+_RESERVED_TOKENS = 6
+"""With a context length of C, SGLang's scheduler ends a response at C - 2 tokens of prompt and response together, and
+accepts an input of at most C - 7 tokens (`max_req_len`, `max_req_input_len`). A trajectory can be resumed one token
+before `max_context_tokens`."""
 
 
 class SglangEngine(ExternalEngine[SglangClient]):
@@ -159,10 +163,11 @@ def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: 
         answer_timeout_s=own.answer_timeout_s,
     )
     has = client.max_context_tokens
-    if has is not None and has < settings.max_context_tokens:
+    if has is not None and has < settings.max_context_tokens + _RESERVED_TOKENS:
         client.close()
         raise UserError(
-            f"engine.max_context_tokens: got {settings.max_context_tokens}, allowed are at most {has}, because "
-            f"{client.name} was started with --context-length {has}"
+            f"engine.max_context_tokens: got {settings.max_context_tokens}, allowed are at most "
+            f"{has - _RESERVED_TOKENS}, because {client.name} was started with --context-length {has}, of which SGLang "
+            f"reserves {_RESERVED_TOKENS} tokens"
         )
     return SglangEngine(client, skeleton, read_base, settings, PolicyVersion("", -1))
