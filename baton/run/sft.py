@@ -146,13 +146,18 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
 def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
     """Return the model, its tokenizer and an endless stream of tokenised demonstrations."""
     if recipe.model is not None:
-        tokenizer = load_tokenizer(recipe.model.path)
-        device = torch_device(recipe.model.device)
-        model = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
+        own = recipe.model
+        tokenizer = load_tokenizer(own.path)
+        model = load_model(
+            own.path,
+            dtype=torch.float32,
+            device=torch_device(own.device),
+            attention=own.attention,
+            head_dtype=own.head_dtype,
+        )
         if not end_ids(model, tokenizer):
             raise UserError(
-                f"{recipe.model.path} has no end-of-sequence id, so no response could end; set eos_token_id in its "
-                "config.json"
+                f"{own.path} has no end-of-sequence id, so no response could end; set eos_token_id in its config.json"
             )
     else:
         assert recipe.scratch is not None

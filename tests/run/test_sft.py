@@ -249,7 +249,8 @@ def test_a_warm_start_on_a_file_continues_from_a_model(tmp_path: Path, small) ->
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
     path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
-    result = warm_start(load_recipe(WarmStart, path), WATCHED)
+    result = warm_start(load_recipe(WarmStart, path, ["model.head_dtype=float32"]), WATCHED)
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["head_dtype"] == "float32"
     assert result.evaluations == ()
     rows = read_metrics(tmp_path / "runs" / "warm")
     assert rows[-1]["sft/loss"] < 5.0
