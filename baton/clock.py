@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeVar
 
@@ -131,18 +130,39 @@ def in_order(
     The caller's thread reads `items`. The threads exist only during the iteration, because a thread that has computed
     with torch keeps OpenMP's threads alive.
     """
+    return _computed(work, items, num_bytes, threads, None)
+
+
+def in_any_order(work: Callable[[T], R], items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[R]:
+    """Compute like `in_order`, but yield each result as soon as it is computed. An item that takes longer than others
+    then does not keep the other threads waiting."""
+    return _computed(work, items, num_bytes, None, SimpleQueue())
+
+
+def _computed(
+    work: Callable[[T], R],
+    items: Iterable[T],
+    num_bytes: Callable[[T], int],
+    threads: int | None,
+    done: SimpleQueue[int] | None,
+) -> Iterator[R]:
+    """`done`: queue for the numbers of computed items; None to yield the results in order."""
     most, threads = (CODERS + 1, CODERS) if threads is None else (threads, threads)
     num_started = num_large = 0
     calls: SimpleQueue[tuple[Future[R], Callable[[], R]] | None] = SimpleQueue()
-    waiting: deque[tuple[Future[R], bool]] = deque()
+    waiting: dict[int, tuple[Future[R], bool]] = {}
+    """Number of an item → future of its result, and whether the item is large."""
     try:
-        for item in items:
+        for number, item in enumerate(items):
             while num_large == most or len(waiting) == _ALL_PER_LARGE * most:
-                num_large -= waiting[0][1]
-                yield _result(waiting.popleft()[0], _ITEM_S, _TOO_LATE)
+                first = _first(waiting, done)
+                num_large -= waiting[first][1]
+                yield _result(waiting.pop(first)[0], _ITEM_S, _TOO_LATE)
             call, future, is_large = partial(work, item), Future[R](), num_bytes(item) >= _LARGE
-            waiting.append((future, is_large))
+            waiting[number] = future, is_large
             num_large += is_large
+            if done is not None:
+                future.add_done_callback(partial(_put, done, number))
             if is_large:
                 calls.put((future, call))
             else:
@@ -152,10 +172,22 @@ def in_order(
                 num_started += 1
                 Thread(target=_run_all, args=(calls,), name="coder", daemon=True).start()
         while waiting:
-            yield _result(waiting.popleft()[0], _ITEM_S, _TOO_LATE)
+            yield _result(waiting.pop(_first(waiting, done))[0], _ITEM_S, _TOO_LATE)
     finally:
         for _ in range(num_started):
             calls.put(None)
+
+
+def _put(done: SimpleQueue[int], number: int, _: object) -> None:
+    done.put(number)
+
+
+def _first(waiting: Iterable[int], done: SimpleQueue[int] | None) -> int:
+    """Return the number of the item whose result is next. Raises DeadlineExceeded if no item is computed in time."""
+    try:
+        return next(iter(waiting)) if done is None else done.get(timeout=_ITEM_S)
+    except Empty:
+        raise DeadlineExceeded(_TOO_LATE) from None
 
 
 def _run_all(calls: SimpleQueue[tuple[Future[R], Callable[[], R]] | None]) -> None:

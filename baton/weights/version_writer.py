@@ -1,6 +1,6 @@
 """Writes a version into a flat buffer: decodes the parts of an encoding, and computes the digests of the tensors.
 
-The threads of `in_order` do two kinds of work, in the order of the flat buffer:
+The threads of `in_any_order` do two kinds of work, in the order of the flat buffer:
 
     part ──▶ changed elements ─┐
     part ──▶ changed elements ─┴▶ tensors: copy the base, apply the changes, hash; a block at a time
@@ -24,7 +24,7 @@ import torch
 from blake3 import blake3
 
 from baton import clock
-from baton.clock import in_order, run_into
+from baton.clock import in_any_order, run_into
 from baton.errors import WeightsFault
 from baton.weights.bitstream import Bytes, Pieces, size_of
 from baton.weights.delta import Changes, decode_blocks, decode_changes
@@ -92,7 +92,7 @@ class VersionWriter:
         """Write the version, and return the digest of each tensor by name, read from the mapping of `file`. `take`
         returns the next bytes of the encoding. Raises DamagedPart, StorageFault, and the errors of `take`."""
         found: dict[str, str] = {}
-        for digests in in_order(self._process, _items(way, entries, take), lambda item: item.num_bytes):
+        for digests in in_any_order(self._process, _items(way, entries, take), lambda item: item.num_bytes):
             found.update(digests)
         return found
 
