@@ -13,7 +13,7 @@ from blake3 import blake3
 from weights_cases import decode
 
 from baton import clock
-from baton.clock import in_order
+from baton.clock import in_any_order, in_order
 from baton.policy.tensors import as_published, weights_digest
 from baton.types import PolicyVersion
 from baton.weights.bitstream import BitWriter
@@ -186,3 +186,38 @@ def test_small_items_between_large_ones_do_not_serialize_them():
 
     sizes = [2**20, 1, 2**20, 1, 2**20, 1] * 2
     assert list(in_order(work, sizes, lambda size: size, threads=3)) == sizes
+
+
+def test_in_any_order_an_item_that_takes_long_keeps_no_thread_waiting(monkeypatch):
+    monkeypatch.setattr(clock, "CODERS", 2)
+    taken, yielded, is_last = [], [], threading.Event()
+
+    def items():
+        for number in range(30):
+            taken.append(number)
+            assert len(taken) - len(yielded) <= 4, "two in threads, one in the queue, and the one that is being taken"
+            yield number
+
+    def work(number: int) -> int:
+        if number == 0:
+            assert is_last.wait(60), "the other thread has not computed all other items"
+        if number == 29:
+            is_last.set()
+        return -number
+
+    for result in in_any_order(work, items(), lambda number: 2**20):
+        yielded += [result]
+    assert sorted(yielded) == sorted(-number for number in range(30))
+    assert yielded.index(0) >= 28
+
+
+@pytest.mark.parametrize("size", [1, 2**20])
+def test_in_any_order_the_error_of_an_item_is_raised(monkeypatch, size):
+    def work(number: int) -> int:
+        if number == 2:
+            raise ValueError("item 2")
+        return number
+
+    monkeypatch.setattr(clock, "CODERS", 2)
+    with pytest.raises(ValueError, match="item 2"):
+        list(in_any_order(work, range(5), lambda number: size))

@@ -41,7 +41,7 @@ def small(monkeypatch):
         (version_writer, "GROUP_BYTES", 200),
         (version_writer, "LARGE_BYTES", 3000),
         (clock, "CODERS", 3),
-        (version_writer, "in_order", lambda work, items, num_bytes: clock.in_order(work, items, lambda item: 2**20)),
+        (version_writer, "in_any_order", lambda work, items, size: clock.in_any_order(work, items, lambda item: 2**20)),
     ):
         monkeypatch.setattr(module, name, value)
 
