@@ -111,16 +111,17 @@ def plan(
             efficiencies, lines = measured_rates(inputs.efficiencies, before, read_predictions(run), run)
             inputs = msgspec.structs.replace(inputs, efficiencies=efficiencies)
         found = replan_with_reward(inputs, before, slack=slack, time_limit_s=time_limit)
-        result = PlanResult(found.chosen.plan, found.chosen.inputs, replanned=found, measured=lines)
+        result = PlanResult(found.chosen.plan, inputs.cluster, found.chosen.inputs, replanned=found, measured=lines)
     elif given is not None:
         if budget is not None:
             choice = rent_for_budget(inputs, given, budget, time_limit_s=time_limit)
         else:
             choice = rent_for_target(inputs, given, target_throughput or 0.0, time_limit_s=time_limit)
-        result = PlanResult(choice.plan, choice.inputs_of_the_rest, choice=choice)
+        result = PlanResult(choice.plan, choice.inputs.cluster, choice.inputs_of_the_rest, choice=choice)
     else:
         plan_rest = make_colocated_plan if colocated else partial(make_plan, method=method)
-        result = PlanResult(*plan_with_reward(inputs, plan_rest, time_limit_s=time_limit))
+        best, inputs_of_the_rest = plan_with_reward(inputs, plan_rest, time_limit_s=time_limit)
+        result = PlanResult(best, inputs.cluster, inputs_of_the_rest)
     if rates is None and not lines and method == "exact" and not result.plan.is_colocated:
         sure = certainty(result.inputs, result.plan, calibrated, is_robust=robust, time_limit_s=time_limit / 4)
         result = msgspec.structs.replace(result, certainty=sure)
@@ -159,6 +160,9 @@ def _check_options(values: Mapping[str, object]) -> None:
         ),
         "--colocated and --method apply to a --cluster: use them to plan the rented machines afterwards": (
             "--offers" in given and bool(given & {"--colocated", "--method"})
+        ),
+        "--method does not apply to --from and --colocated: remove --method": (
+            "--method" in given and bool(given & {"--from", "--colocated"})
         ),
         "--rates and --calibration exclude each other: measured rates replace the cost model": (
             given >= {"--rates", "--calibration"}

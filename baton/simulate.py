@@ -3,18 +3,18 @@ simulate` does."""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from baton.clock import Clock, time_left
+from baton.cluster.plan_check import check_inputs
 from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings
 from baton.errors import UserError
 from baton.files import check_output, write_whole
-from baton.recipe.load import load_recipe
 from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
 from baton.records.trace import chrome_trace
@@ -75,10 +75,13 @@ def simulate(
 
     Raises UserError for invalid arguments, and for a run that makes no progress.
     """
+    _check_numbers(steps, seed, correlation, drift, judge_cv)
     work = None if workload is None else read_workload(find(workload))
     measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration))
     source: SettingSource
     if recipe is not None and plan is None:
+        if model is not None or cluster is not None:
+            raise UserError("--model and --cluster apply to --plan; --recipe uses the recipe's model and this machine")
         source = RecipeSource(Path(recipe), None if measured is None else measured.build(), work)
     elif plan is None or recipe is not None:
         raise UserError("give exactly one of --plan (GPUs of a plan) and --recipe (this machine)")
@@ -86,13 +89,14 @@ def simulate(
         planned = read_plan(Path(plan))
         if model is None or work is None:
             raise UserError("--plan needs --model and --workload: give the model and the workload of the plan")
+        spec = read_model(find(model))
+        check_inputs(planned, spec, work, Path(plan))
         links = None if cluster is None else read_cluster(find(cluster))
         calibrated = calibrate([] if links is None else [node.gpu for node in links.nodes], measured)
-        source = PlanSource(planned, read_model(find(model)), work, calibrated.at(), links)
-    given = [f"{key}={json.dumps(value)}" for key, value in config.items()] if isinstance(config, Mapping) else config
+        source = PlanSource(planned, spec, work, calibrated.at(), links)
     recorded = recorded_groups(Path(workload)) if workload is not None and Path(workload).is_dir() else ()
     changes = SimulationOptions(
-        given, steps, correlation, drift, judge_cv, recorded=recorded, is_detailed=faults is not None
+        config, steps, correlation, drift, judge_cv, recorded=recorded, is_detailed=faults is not None
     )
     if sweep and (log is not None or trace is not None):
         raise UserError("--sweep writes neither --log nor --trace, because it simulates several settings: remove them")
@@ -101,7 +105,7 @@ def simulate(
             check_output(Path(path))
     if html is not None:
         check_page(Path(html))
-    failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, Path(faults))
+    failing = FaultsSettings() if faults is None else read_settings(FaultsSettings, Path(faults))
     options = RunOptions(seed, failing.schedule(seed), on_step=progress(logger.warning))  # commands print warnings only
     if sweep:
         swept = sweep_parameters(source, changes, read_axes(sweep), options)
@@ -120,3 +124,17 @@ def simulate(
 
         write_result_page(Path(html), result, spans)
     return result
+
+
+def _check_numbers(steps: int | None, seed: int, correlation: float, drift: float, judge_cv: float) -> None:
+    """Raise UserError for a number that is not allowed. `baton simulate` checks most of them when it parses options."""
+    checks = (
+        ("steps", steps, steps is None or steps >= 1, "integers of at least 1"),
+        ("seed", seed, seed >= 0, "integers of at least 0"),
+        ("correlation", correlation, 0 <= correlation <= 1, "numbers from 0 to 1"),
+        ("drift", drift, math.isfinite(drift), "finite numbers"),
+        ("judge-cv", judge_cv, 0 <= judge_cv < math.inf, "finite numbers of at least 0"),
+    )
+    for name, value, is_allowed, allowed in checks:
+        if not is_allowed:
+            raise UserError(f"--{name}: got {value}, allowed are {allowed}")

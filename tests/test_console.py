@@ -187,6 +187,7 @@ WAYS: dict[str, Callable[[Console], None]] = {
         console,
         PlanResult(
             hostile_plan(),
+            Cluster(HOSTILE, (), ()),
             inputs_of(HOSTILE),
             [Alternative(HOSTILE, None, HOSTILE), Alternative(HOSTILE, hostile_plan(), None)],
             [filled(Marginal)],
@@ -303,7 +304,7 @@ def test_pages_hold_texts_from_outside_as_texts(tmp_path: Path) -> None:
     stages, engines = [stage("H100", "a:0"), stage("H20", "d:0")], [replica("L20", "b:0", share=1.0)]
     judge = scoring("L4", "c:0", model=hostile)
     plan = mixed(plan_of(stages, engines, cluster=hostile, model=hostile, reward=judge))
-    write_plan_page(page, PlanResult(plan, inputs_of(hostile)), ())
+    write_plan_page(page, PlanResult(plan, Cluster(hostile, (), ()), inputs_of(hostile)), ())
     assert '1 × L4</td><td colspan="2">reward model &lt;/script&gt;' in page.read_text()
     assert "<td>1 of dp 2, 50% of the rows</td>" in page.read_text()
     assert "<script>alert" not in page.read_text()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -27,18 +29,23 @@ PLACEHOLDER = re.compile(r"^[A-Z]+$")
 """RECIPE, RUN: words that stand for the user's own."""
 
 
-def shell_lines(text: str = COMMANDS) -> list[str]:
-    """Lines of fenced shell blocks, and the inline commands of tables and sentences; comments taken off."""
+def fenced_lines(text: str) -> list[str]:
+    """Lines of fenced shell blocks; comments taken off."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in fenced if language in ("", "sh")]
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     return [words for line in lines if (words := line.partition(" #")[0].strip())]
 
 
-def baton_commands(text: str = COMMANDS) -> list[list[str]]:
+def shell_lines(text: str = COMMANDS) -> list[str]:
+    """Lines of fenced shell blocks, and the inline commands of tables and sentences; comments taken off."""
+    inline = re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return fenced_lines(text) + [words for line in inline if (words := line.partition(" #")[0].strip())]
+
+
+def baton_commands(text: str = COMMANDS, lines: Callable[[str], list[str]] = shell_lines) -> list[list[str]]:
     found = []
-    for line in shell_lines(text):
+    for line in lines(text):
         for command in re.split(r"&&|;|\|", line):
             words = shlex.split(command) if "baton " in command else []
             if words and words[0].rpartition("/")[2] == "baton":
@@ -49,13 +56,19 @@ def baton_commands(text: str = COMMANDS) -> list[list[str]]:
 needs_readme = pytest.mark.skipif(not baton_commands(), reason="README.md has no commands yet")
 
 
-def check_command(words: list[str], own_files: str) -> None:
-    """Check command, options and files. own_files: pattern of the files that are the user's own."""
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command, and the words after its name."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group) or hasattr(group, "commands")
     command = group.commands[words[0]]  # type: ignore[union-attr]
     if hasattr(command, "commands") and words[1:]:  # a group of commands
-        command = command.commands[words[1]]
+        return command.commands[words[1]], words[2:]
+    return command, words[1:]
+
+
+def check_command(words: list[str], own_files: str) -> None:
+    """Check command, options and files. own_files: pattern of the files that are the user's own."""
+    command, _ = command_of(words)
     options = {"--help"}.union(*([*parameter.opts, *parameter.secondary_opts] for parameter in command.params))
     for word in words[1:]:
         if word.startswith("-"):
@@ -74,6 +87,15 @@ def test_every_command_and_option_exists_and_names_files_that_do(words: list[str
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     for words in baton_commands(page.read_text(encoding="utf-8")):
         check_command(words, own_files=r"([\w.]+=)?[\w-]+\.toml|recipes/mine\.toml|.*<.*")
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_the_commands_of_shell_blocks_are_complete(page: Path) -> None:
+    """The parser of the command accepts them: no option or argument that is required is missing."""
+    for words in baton_commands(page.read_text(encoding="utf-8"), fenced_lines):
+        if "…" not in words:
+            command, rest = command_of(words)
+            command.make_context(" ".join(words), rest)
 
 
 SETTINGS = [

@@ -181,6 +181,8 @@ def simulate(
         show(found, print_result, as_json=as_json, console=wide_out())
     if not as_json:
         print_written(log, html, trace)
+    if isinstance(found, ParameterSweep) and found.recommended is None:
+        raise typer.Exit(1)
 
 
 cluster_app = command_group("Describe a cluster for `baton plan`.")

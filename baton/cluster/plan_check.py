@@ -1,7 +1,8 @@
-"""Checks whether a recipe has the model and the workload for which a plan was made."""
+"""Checks whether a recipe or a simulation has the model and the workload for which a plan was made."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.errors import UserError
@@ -10,6 +11,7 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload
 from baton.specs.model import ModelSpec, read_model
 from baton.specs.plan import Plan, PlannedWork, RewardStage
+from baton.specs.workload import Workload
 
 TOLERANCE = 0.15
 """A count or length in the recipe may differ from that in the plan by at most this fraction."""
@@ -26,13 +28,40 @@ def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
     if plan.work is None:
         return (f"{file} does not record its model and workload, so they are not compared with the recipe",)
     found = _differences(plan, plan.work, recipe)
-    if wrong := [f"{key}: got {got}, the plan has {planned}" for key, got, planned, matters in found if matters]:
-        raise UserError(
-            f"{file} was made for another run: {'; '.join(wrong)} (counts and lengths may differ by {TOLERANCE:.0%}): "
-            "change the recipe, or make a plan with its model and workload (`baton plan --model … --workload …`)"
-        )
+    advice = "change the recipe, or make a plan with its model and workload (`baton plan --model … --workload …`)"
+    _refuse(found, file, advice)
     notes = [f"{key}: got {got}, the plan has {planned}" for key, got, planned, _ in found]
     return (f"{file} is used, although values differ or are unknown: {'; '.join(notes)}",) if notes else ()
+
+
+def check_inputs(plan: Plan, model: ModelSpec, work: Workload, file: Path) -> None:
+    """Raise UserError if a plan was made for another model or workload. A plan that does not record them is not
+    checked."""
+    if (planned := plan.work) is None:
+        return
+    given = PlannedWork.of(model, work)
+    is_other = any(getattr(given, name) != getattr(planned, name) for name in NUMBERS)
+    is_other = is_other or _is_far(given.params, planned.params)
+    own, of_plan = f"{given.groups} × {given.group_size}", f"{planned.groups} × {planned.group_size}"
+    far = _is_far(work.num_trajectories, planned.groups * planned.group_size)
+    mean, planned_mean = given.mean_output_tokens, planned.mean_output_tokens
+    pairs: list[Difference] = [
+        ("--model", f"{model.name} ({_size(model)})", f"{plan.model} ({_size(planned)})", is_other),
+        ("groups × group_size", own, of_plan, far),
+        ("mean response tokens", f"{mean:,.0f}", f"{planned_mean:,.0f}", _is_far(mean, planned_mean)),
+        ("optimiser updates per step", given.updates, planned.updates, _is_far(given.updates, planned.updates)),
+        ("a critic", given.has_critic, planned.has_critic, given.has_critic != planned.has_critic),
+        ("a reference model", given.has_reference, planned.has_reference, given.has_reference != planned.has_reference),
+    ]
+    _refuse(pairs, file, "give the model and the workload of the plan")
+
+
+def _refuse(differences: Sequence[Difference], file: Path, advice: str) -> None:
+    if wrong := [f"{key}: got {got}, the plan has {planned}" for key, got, planned, matters in differences if matters]:
+        raise UserError(
+            f"{file} was made for another run: {'; '.join(wrong)} (counts and lengths may differ by {TOLERANCE:.0%}): "
+            f"{advice}"
+        )
 
 
 def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[Difference]:
@@ -69,8 +98,8 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[Diffe
     pairs += _reward_differences(plan, recipe)
     if recipe.fleet.workload is not None:
         mean = read_workload(Path(recipe.fleet.workload)).output.mean
-        far, of_plan = _is_far(mean, planned.mean_output_tokens), f"{planned.mean_output_tokens:.3g}"
-        pairs.append(("response tokens of fleet.workload", f"{mean:.3g}", of_plan, far))
+        far, of_plan = _is_far(mean, planned.mean_output_tokens), f"{planned.mean_output_tokens:,.0f}"
+        pairs.append(("response tokens of fleet.workload", f"{mean:,.0f}", of_plan, far))
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 

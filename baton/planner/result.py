@@ -13,6 +13,7 @@ from baton.planner.instance import Inputs
 from baton.planner.rental import RentalChoice
 from baton.planner.replan import Replanned
 from baton.planner.what_if import Marginal, PricePoint, marked, price_curve
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan
 
 
@@ -20,9 +21,10 @@ class PlanResult(msgspec.Struct, frozen=True):
     """A plan and, depending on the request, its alternatives, a rental choice or the result of replanning."""
 
     plan: Plan
+    cluster: Cluster
+    """The planned cluster, with the GPUs of the reward stage. If machines are rented, the chosen machines."""
     inputs: Inputs
-    """Inputs of the plan, without the GPUs of its reward stage. If machines are rented, the cluster in these inputs is
-    the chosen one."""
+    """Inputs of the plan. Their cluster lacks the GPUs of the reward stage."""
     alternatives: Sequence[Alternative] = ()
     marginals: Sequence[Marginal] = ()
     choice: RentalChoice | None = None

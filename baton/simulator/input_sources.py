@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ state batch sizes."""
 class SimulationOptions:
     """User options that replace or supplement the values of a plan or recipe."""
 
-    overrides: Sequence[str] = ()
-    """Changes of recipe keys, in the form `rollout.KEY=VALUE`."""
+    overrides: Mapping[str, Any] | Sequence[str] = ()
+    """Changes of recipe keys: keys with values, or texts such as `rollout.KEY=VALUE`."""
     steps: int | None = None
     correlation: float = 0.0
     drift: float = 0.0
@@ -54,7 +54,7 @@ class SimulationOptions:
     """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
 
     def also(self, overrides: Sequence[str]) -> SimulationOptions:
-        return replace(self, overrides=(*self.overrides, *overrides))
+        return replace(self, overrides=read_overrides(self.overrides) | read_overrides(overrides))
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------
@@ -177,15 +177,18 @@ class _PlanOverrides(Settings):
     rollout: RolloutSettings
 
 
-def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
+def rollout_settings(base: dict[str, Any], overrides: Mapping[str, Any] | Sequence[str]) -> RolloutSettings:
     """Return the settings of [rollout] after the overrides. Raises UserError for an invalid override."""
     tree: dict[str, Any] = {"rollout": {}}
-    for override in _with_section(overrides):
-        set_key(tree, *key_and_value(override))
-    # these two values of `base` are defaults of the plan's mode, and do not apply to another mode
-    if tree["rollout"].get("mode", base["mode"]) != base["mode"]:
-        base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
-    return parse_recipe(_PlanOverrides, tree | {"rollout": base | tree["rollout"]}, "--plan").rollout
+    for key, value in read_overrides(overrides).items():
+        set_key(tree, key, value)
+    given = tree["rollout"]
+    if isinstance(given, Mapping):
+        # these two values of `base` are defaults of the plan's mode, and do not apply to another mode
+        if given.get("mode", base["mode"]) != base["mode"]:
+            base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
+        tree["rollout"] = {**base, **given}
+    return parse_recipe(_PlanOverrides, tree, "--plan").rollout
 
 
 # ---- a recipe --------------------------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ class RecipeSource:
         """Return the setting. Raises UserError."""
         recipe = self.path
         if isinstance(recipe, Path):
-            recipe = load_recipe(Recipe, recipe, _with_section(options.overrides))
+            recipe = load_recipe(Recipe, recipe, read_overrides(options.overrides))
         if recipe.multi_turn_task is not None:
             raise UserError(
                 f"{self.path}: task {recipe.multi_turn_task!r} is multi-turn, but the simulator has no environments; "
@@ -310,5 +313,7 @@ def recorded_groups(path: Path) -> tuple[ScriptedGroup, ...]:
     )
 
 
-def _with_section(overrides: Sequence[str]) -> list[str]:
-    return [one if "." in one.partition("=")[0] else f"rollout.{one}" for one in overrides]
+def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Return the changed keys with their values. A key without a section is a key of [rollout]."""
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(key_and_value, overrides)
+    return {key if "." in key or key in Recipe.model_fields else f"rollout.{key}": value for key, value in pairs}

@@ -11,7 +11,7 @@ import msgspec
 from baton.errors import UserError
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.clock import NoProgress
-from baton.simulator.input_sources import SettingSource, SimulationOptions
+from baton.simulator.input_sources import SettingSource, SimulationOptions, read_overrides
 from baton.simulator.result import Result, summarise
 from baton.simulator.run import RunOptions, simulate
 
@@ -76,11 +76,14 @@ def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
 def sweep(
     source: SettingSource, simulation_options: SimulationOptions, axes: Sequence[SweepAxis], options: RunOptions
 ) -> ParameterSweep:
-    """Simulate every combination of values."""
+    """Simulate every combination of values. Raises UserError if every combination fails for the same reason."""
     points = []
     for values in product(*(axis.values for axis in axes)):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
         points.append(_point(source, simulation_options, chosen, options))
+    reasons = {point.why_not for point in points}
+    if len(reasons) == 1 and (reason := reasons.pop()):
+        raise UserError(f"no combination of values can be simulated: {reason}")
     place, why = recommend(points)
     return ParameterSweep(tuple(axes), tuple(points), place, why)
 
@@ -89,7 +92,7 @@ def _point(
     source: SettingSource, simulation_options: SimulationOptions, chosen: dict[str, str], options: RunOptions
 ) -> SweepPoint:
     overrides = [f"rollout.{key}={value}" for key, value in chosen.items()]
-    given = {one.partition("=")[0].removeprefix("rollout.") for one in simulation_options.overrides} | set(chosen)
+    given = {key.removeprefix("rollout.") for key in read_overrides(simulation_options.overrides)} | set(chosen)
     if "overprovision" in chosen and "mode" not in given:
         overrides.append("rollout.mode=partial")
     try:

@@ -196,6 +196,27 @@ def test_the_page_is_one_file_without_scripts(files: Path) -> None:
     assert "h20-0:0" in page
 
 
+def test_the_page_shows_every_gpu_of_a_plan_with_a_reward_model(files: Path) -> None:
+    (files / "work.toml").write_text(f'{WORK}[reward]\nmodel = "{MODEL}"\n')
+    (files / "cluster.toml").write_text(
+        'name = "x"\nlinks = { inter_node_gb_per_s = 5 }\n'
+        '[[nodes]]\ngpu = "H100"\ngpus = 4\n[[nodes]]\ngpu = "A100-80"\ngpus = 2\n'
+    )
+    plan(files, "--html", files / "plan.html", "--out", files / "plan.json")
+    found, page = read_plan(files / "plan.json"), (files / "plan.html").read_text()
+    assert found.reward is not None
+    shown = set(re.findall(r"<title>([\w-]+:\d+)</title>", page))
+    assert shown == {f"h100:{k}" for k in range(4)} | {f"a100-80:{k}" for k in range(2)}
+    assert shown == {
+        gpu for part in (*found.training.stages, *found.replicas, *found.idle, found.reward) for gpu in part.gpu_ids
+    }
+    assert "A100-80 · 2 GPUs in 1 machine" in page
+    key = re.search(r'var\((--[\w-]+)\)"></i>reward model', page)
+    assert key is not None
+    for gpu in found.reward.gpu_ids:
+        assert f'fill="var({key[1]})"><title>{gpu}</title>' in page
+
+
 def test_the_recipes_of_the_planner_can_be_read() -> None:
     for file, kind in (("areal-hex-56.toml", ClusterSettings), ("offers.toml", OffersSettings)):
         load_recipe(kind, RECIPES / file)
@@ -236,6 +257,8 @@ def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:
     assert "give --cluster" in mistake(files, cluster=False)
     assert "--offers needs" in mistake(files, *offers)
     assert "exclude each other" in mistake(files, *offers, "--budget", 5, "--target-throughput", 5, cluster=False)
+    for other in (("--colocated",), ("--from", files / "plan.json")):
+        assert "--method does not apply" in mistake(files, *other, "--method", "paper")
     assert "--mixed-stages needs Baton's trainer" in mistake(files, "--mixed-stages", "--symmetric-only")
     assert "--budget: got -5" in mistake(files, *offers, "--budget", -5, cluster=False)
     assert "--budget: got inf" in mistake(files, *offers, "--budget", "inf", cluster=False)

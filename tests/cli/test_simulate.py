@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
 from baton.simulate import progress
+from baton.simulate import simulate as run_simulation
 from baton.simulator.input_sources import PlanSource, SimulationOptions, rollout_settings
 from baton.simulator.parameter_sweep import SweepPoint, read_axes, recommend
 from baton.simulator.result import summarise
@@ -111,6 +114,9 @@ def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_pat
     assert found["steps"] == 6
     beyond = sum(share for lag, share in found["staleness"].items() if int(lag) > 2)
     assert beyond == pytest.approx(found["masked_share"])
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 8}))
+    with pytest.raises(UserError, match="was made for another run: --model: got"):
+        call(*given)
     with pytest.raises(UserError, match="needs --model and --workload"):
         call("--plan", tmp_path / "plan.json")
 
@@ -188,6 +194,37 @@ def test_settings_that_do_not_go_together_are_said_in_the_table() -> None:
     assert "recommended: rollout.max_staleness=0" in said
 
 
+def test_a_sweep_without_a_result_fails() -> None:
+    done = CliRunner().invoke(app, ["simulate", "--recipe", str(RECIPE), "--sweep", "max_staleness=3,4"])
+    assert done.exit_code == 1
+    assert "max_staleness: got 3" in done.output
+    with pytest.raises(UserError, match="no combination of values can be simulated: there is no recipe"):
+        call("--recipe", "nowhere.toml", "--sweep", "max_staleness=0,4")
+
+
+@pytest.mark.parametrize("changes", [{"swarm.workers": 2, "swarm.max_lag": None}, {"swarm": {"workers": 2}}])
+def test_keys_of_a_simulated_recipe_are_changed_as_for_a_run(changes: dict[str, object]) -> None:
+    assert run_simulation(RECIPE, changes, steps=2) == run_simulation(RECIPE, ["swarm.workers=2"], steps=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 0}, "--steps: got 0"),
+        ({"steps": -3}, "--steps: got -3"),
+        ({"seed": -1}, "--seed: got -1"),
+        ({"correlation": 2.0}, "--correlation: got 2.0"),
+        ({"correlation": math.nan}, "--correlation: got nan"),
+        ({"drift": math.nan}, "--drift: got nan"),
+        ({"drift": math.inf}, "--drift: got inf"),
+        ({"judge_cv": math.inf}, "--judge-cv: got inf"),
+    ],
+)
+def test_a_wrong_number_is_one_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run_simulation(RECIPE, **given)
+
+
 def test_the_freshest_of_the_fastest_is_recommended() -> None:
     of = setting(steps=4)
     run_ = summarise(of, simulate(of))
@@ -226,6 +263,10 @@ def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
         (["--recipe", "nowhere.toml"], "there is no recipe"),
         (["--recipe", RECIPE, "--calibration", "nowhere.toml"], "nowhere.toml"),
         (["--recipe", RECIPE, "rollout.mod=1"], "rollout.mod"),
+        (["--recipe", RECIPE, "--drift", "nan"], "--drift: got nan"),
+        (["--recipe", RECIPE, "--faults", "nowhere.toml"], "there is no file nowhere.toml"),
+        (["--recipe", RECIPE, "--model", "nowhere"], "--model and --cluster apply to --plan"),
+        (["--recipe", RECIPE, "--cluster", "nowhere.toml"], "--model and --cluster apply to --plan"),
         (["--recipe", RECIPE, "--html", "/no/such/place.html"], "cannot write /no/such/place.html"),
         (["--recipe", RECIPE, "--trace", "/no/such/trace.json"], "cannot write /no/such/trace.json"),
         (["--recipe", RECIPE, "--log", "/no/such/log"], "cannot write /no/such/log"),

@@ -13,7 +13,7 @@ from plans import plan_of, replica, scoring, stage
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
-from baton.cluster.plan_check import check_plan, check_reward_places
+from baton.cluster.plan_check import check_inputs, check_plan, check_reward_places
 from baton.errors import UserError
 from baton.plan import plan as make_plan
 from baton.recipe.load import load_recipe
@@ -81,6 +81,28 @@ def test_a_plan_made_for_the_recipe_is_used_without_a_word() -> None:
 )
 def test_a_plan_for_another_run_is_refused(changes: dict[str, Any], overrides: tuple[str, ...], words: str) -> None:
     assert re.search(words, refusal(planned(**changes), *overrides))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 28}, "--model: got .*in 4 layers.*in 28 layers"),
+        ({"params": 2e6}, "--model: got .*2.0 M"),
+        ({"groups": 64}, "groups × group_size: got 32 × 8, the plan has 64 × 8"),
+        ({"mean_output_tokens": 1234.5}, "mean response tokens: got 40, the plan has 1,234"),
+        ({"updates": 4}, "optimiser updates per step: got 1, the plan has 4"),
+        ({"has_reference": True}, "a reference model: got False, the plan has True"),
+    ],
+)
+def test_a_plan_is_simulated_only_with_its_model_and_workload(changes: dict[str, Any], words: str) -> None:
+    own = recipe()
+    model = read_model(Path(own.model.path))
+    work = msgspec.structs.replace(recipe_workload(own), output=LengthSettings(mean=40).build())
+    check_inputs(planned(), model, work, FILE)
+    check_inputs(msgspec.structs.replace(planned(), work=None), model, work, FILE)
+    with pytest.raises(UserError, match=words) as caught:
+        check_inputs(planned(**changes), model, work, FILE)
+    assert "\n" not in str(caught.value)
 
 
 def test_one_sentence_names_all_differences_that_matter() -> None:

@@ -21,6 +21,7 @@ from baton.console import Console
 from baton.errors import UserError
 from baton.policy.tokenizer import load_tokenizer
 from baton.records.evaluation import Evaluation, Interval
+from baton.records.predictions import Comparison
 from baton.records.run_directory import RunDirectory
 from baton.run.summary import summarise
 from baton.run.trajectories import choose_examples
@@ -180,16 +181,37 @@ def test_what_a_model_wrote_stays_text(run: RunDirectory) -> None:
 
 
 def test_hostile_names_of_metrics_tasks_and_the_run_stay_text(run: RunDirectory) -> None:
-    write_rows(run, [row(1) | {"reward/<img src=x>/mean": 0.5, "reward/$b$/mean": 0.25}])
+    own = {"reward/_own/mean": 0.5, "reward/\x1b[2J/mean": 0.5}
+    write_rows(run, [row(1) | {"reward/<img src=x>/mean": 0.5, "reward/$b$/mean": 0.25} | own])
     results = [msgspec.structs.replace(evaluation(0.5), task=name) for name in ("<svg onload=x>", "all")]
     run.write_evaluation(3, results)
     recipe = run.path / "recipe.toml"
     recipe.write_text(recipe.read_text() + "# </pre><script>alert(3)</script>\n")
     page = render(run)
+    assert "\x1b" not in page
+    assert r"reward/\x1b[2J/mean" in page
+    assert re.search(r"<text[^>]*> ?_own</text>", page), "matplotlib omits labels that begin with an underscore"
     assert "<img" not in page
     assert "<svg onload" not in page
     assert re.search(r"<text[^>]*>\$b\$</text>", page), "the name is not set as mathematics"
     assert "<script" not in page
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_warnings_and_names_of_reward_parts_have_no_control_characters(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_responses(run, 3, [("a", 1.0), ("b", 0.0)])
+    group = run.groups(3)[0]
+    judged = RewardResult(1.0, {"correct": 1.0, "\x1b[2J": 0.0}, True)
+    members = tuple(msgspec.structs.replace(member, judgement=judged) for member in group.members)
+    run.write_groups(3, [msgspec.structs.replace(group, members=members)])
+    report = msgspec.structs.replace(summarise(run), warnings=("failed: \u202e",))
+    monkeypatch.setattr("baton.views.pages.report.summarise", lambda run: report)
+    page = render(run)
+    assert r"failed: \u202e" in page
+    assert r"\x1b[2J 0" in page
+    assert not {"\x1b", "\u202e"} & set(page)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -373,6 +395,18 @@ def test_a_long_run_is_sampled_evenly_with_both_ends() -> None:
 )
 def test_numbers_are_short(value: float, words: str) -> None:
     assert short(value) == words
+
+
+def test_large_numbers_have_no_exponent(run: RunDirectory) -> None:
+    values = [float(value) for value in (*np.geomspace(1, 1e13, 200), 999_700, 1010 * 2**20)]
+    compared = [Comparison("a", unit, value, value, 0.0, False) for unit in ("tokens", "bytes") for value in values]
+    printed = StringIO()
+    report = msgspec.structs.replace(summarise(run), predicted_by="a plan", predictions=tuple(compared))
+    print_report(Console(file=printed, width=200), report)
+    assert "1,010 MiB" in printed.getvalue()
+    assert "e+" not in printed.getvalue().partition("predictions within")[0]
+    assert not any("e+" in short(value) for value in values)
+    assert short(999_700) == "1,000 k"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from baton.console import visible
+
 SERIES = tuple(f"#01020{i}" for i in range(1, 8))
 """Placeholders of the page's data colours `--s1` to `--s7`, which colour-blind readers can distinguish."""
 BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GREY = SERIES
@@ -110,6 +112,11 @@ def draw(
             page, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
     return to_svg(page.getvalue())
+
+
+def label_of(name: str) -> str:
+    """Return an untrusted name as the label of a curve. matplotlib omits labels that begin with an underscore."""
+    return visible(f" {name}" if name.startswith("_") else name)
 
 
 def stack_bars(

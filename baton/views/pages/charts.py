@@ -13,7 +13,20 @@ from matplotlib.axes import Axes
 from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RecordedEvaluation
 from baton.types import EpisodeFinish
-from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, SKY, YELLOW, Chart, draw, stack_bars
+from baton.views.pages.canvas import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SERIES,
+    SKY,
+    YELLOW,
+    Chart,
+    draw,
+    label_of,
+    stack_bars,
+)
 from baton.views.pages.history import Curve, History
 
 MARKED = 40
@@ -155,7 +168,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
     if len(parts) > 1:
         named = zip(parts, cycle(SERIES), strict=False)
-        lines = tuple(ChartLine(name, name.split("/")[1], colour, is_smoothed=True) for name, colour in named)
+        lines = tuple(ChartLine(name, label_of(name.split("/")[1]), colour, is_smoothed=True) for name, colour in named)
         yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
 
 
@@ -244,7 +257,7 @@ def _accuracy_chart(
             # every value is within its interval, but a difference can round to -1e-17, which errorbar refuses
             errors = np.maximum(0, [below, above])
             colour = SERIES[i % len(SERIES)]
-            axes.errorbar(x, values, errors, marker="o", color=colour, elinewidth=1, capsize=2.5, label=name)
+            axes.errorbar(x, values, errors, marker="o", color=colour, elinewidth=1, capsize=2.5, label=label_of(name))
         low, high = axes.get_ylim()
         axes.set_ylim(max(0, low), min(102, high))
 

@@ -26,7 +26,7 @@ def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint])
         shape=training_shape,
         tiles=list(_tiles(plan)),
         keys=plan_charts.colours(plan)[1],
-        drawing=plan_charts.cluster_drawing(plan, result.inputs.cluster),
+        drawing=plan_charts.cluster_drawing(plan, result.cluster),
         timeline=plan_charts.timeline(plan),
         curve=plan_charts.curve_drawing(curve, plan) if len(curve) > 1 else "",
         more=plan_charts.marginal_drawing(marginals) if marginals else "",

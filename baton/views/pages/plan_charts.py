@@ -15,8 +15,9 @@ from baton.views.pages.canvas import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
 from baton.views.terminal.plan import replicas_by_shape, training_shape
 
 CELL, GAP, PAD, WIDTH = 13, 3, 8, 1160
-TRAIN_COLOURS = ("--s1", "--s5", "--s4")
+TRAIN_COLOURS = ("--s1", "--s5", "--ink-2")
 ROLLOUT_COLOURS = ("--s3", "--s2", "--s6")
+REWARD_COLOUR = "--s4"
 IDLE_COLOUR = "--rule"
 MOST_MACHINES = 160
 
@@ -37,6 +38,9 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[tuple[str, str]]]:
         r = same[0]
         shape = f"{len(same)} × {r.gpu}, tp {r.tp} · pp {r.pp}, {r.batch} trajectories concurrently"
         keys.append((colour, f"rollout: {shape}"))
+    if (reward := plan.reward) is not None:
+        by_gpu |= dict.fromkeys(reward.gpu_ids, REWARD_COLOUR)
+        keys.append((REWARD_COLOUR, f"reward model {reward.model}: {len(reward.gpu_ids)} {reward.gpu}"))
     if plan.idle:
         by_gpu |= {gpu: IDLE_COLOUR for idle in plan.idle for gpu in idle.gpu_ids}
         keys.append((IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))

@@ -27,6 +27,7 @@ from baton.run.summary import RunReport, summarise
 from baton.run.trajectories import TextPiece, choose_examples
 from baton.views.pages.history import MAX_SAMPLED_STEPS, History, read_lengths
 from baton.views.pages.template import check_page, render_template
+from baton.views.terminal.report import rounded
 
 if TYPE_CHECKING:
     from baton.views.pages.canvas import Chart
@@ -228,7 +229,7 @@ def short(value: float) -> str:
     size = abs(value)
     for start, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= start:
-            return f"{value / divisor:.3g} {unit}"
+            return f"{rounded(value / divisor)} {unit}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 

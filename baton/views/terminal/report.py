@@ -73,7 +73,14 @@ def _print_predictions(console: Console, report: RunReport) -> None:
 def _amount(value: float | None, unit: str) -> str:
     if value is None:
         return "–"
-    return _size(value) if unit == "bytes" else f"{100 * value:.0f} %" if unit == "share" else f"{value:.3g} {unit}"
+    if unit == "bytes":
+        return _size(value)
+    return f"{100 * value:.0f} %" if unit == "share" else f"{rounded(value)} {unit}"
+
+
+def rounded(value: float) -> str:
+    """Return a number with three significant digits. Numbers from 1000 are rounded to an integer, without exponent."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _changes_table(report: RunReport) -> Table:
@@ -161,6 +168,6 @@ def _memory(process: ProcessMemory) -> str:
 def _size(num_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
+            return f"{rounded(num_bytes)} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{rounded(num_bytes)} TiB"
