@@ -35,8 +35,8 @@ def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
 
 
 def check_inputs(plan: Plan, model: ModelSpec, work: Workload, file: Path) -> None:
-    """Raise UserError if a plan was made for another model or workload. A plan that does not record them is not
-    checked."""
+    """Raise UserError if a plan was made for another model, or for a workload of another kind. The lengths of responses
+    may differ, because a simulation shows what they change. A plan that does not record these values is not checked."""
     if (planned := plan.work) is None:
         return
     given = PlannedWork.of(model, work)
@@ -44,11 +44,9 @@ def check_inputs(plan: Plan, model: ModelSpec, work: Workload, file: Path) -> No
     is_other = is_other or _is_far(given.params, planned.params)
     own, of_plan = f"{given.groups} × {given.group_size}", f"{planned.groups} × {planned.group_size}"
     far = _is_far(work.num_trajectories, planned.groups * planned.group_size)
-    mean, planned_mean = given.mean_output_tokens, planned.mean_output_tokens
     pairs: list[Difference] = [
         ("--model", f"{model.name} ({_size(model)})", f"{plan.model} ({_size(planned)})", is_other),
         ("groups × group_size", own, of_plan, far),
-        ("mean response tokens", f"{mean:,.0f}", f"{planned_mean:,.0f}", _is_far(mean, planned_mean)),
         ("optimiser updates per step", given.updates, planned.updates, _is_far(given.updates, planned.updates)),
         ("a critic", given.has_critic, planned.has_critic, given.has_critic != planned.has_critic),
         ("a reference model", given.has_reference, planned.has_reference, given.has_reference != planned.has_reference),

@@ -89,7 +89,6 @@ def test_a_plan_for_another_run_is_refused(changes: dict[str, Any], overrides: t
         ({"num_layers": 28}, "--model: got .*in 4 layers.*in 28 layers"),
         ({"params": 2e6}, "--model: got .*2.0 M"),
         ({"groups": 64}, "groups × group_size: got 32 × 8, the plan has 64 × 8"),
-        ({"mean_output_tokens": 1234.5}, "mean response tokens: got 40, the plan has 1,234"),
         ({"updates": 4}, "optimiser updates per step: got 1, the plan has 4"),
         ({"has_reference": True}, "a reference model: got False, the plan has True"),
     ],
@@ -100,6 +99,7 @@ def test_a_plan_is_simulated_only_with_its_model_and_workload(changes: dict[str,
     work = msgspec.structs.replace(recipe_workload(own), output=LengthSettings(mean=40).build())
     check_inputs(planned(), model, work, FILE)
     check_inputs(msgspec.structs.replace(planned(), work=None), model, work, FILE)
+    check_inputs(planned(mean_output_tokens=1234.5), model, work, FILE)  # a simulation shows what other lengths change
     with pytest.raises(UserError, match=words) as caught:
         check_inputs(planned(**changes), model, work, FILE)
     assert "\n" not in str(caught.value)
