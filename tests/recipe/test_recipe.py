@@ -213,6 +213,23 @@ def test_a_missing_recipe_names_the_nearest_and_a_broken_one_the_place(base: Pat
     assert f"{base} is not valid TOML: " in complaint(base)
     base.write_bytes(b'[run]\nname = "\xff"\n')
     assert f"{base} is not valid TOML: " in complaint(base)
+    base.write_text(f"[run]\nseed = {'9' * 5000}\n")
+    assert f"{base} is not valid TOML: " in complaint(base)
+
+
+def test_paths_in_a_recipe_are_relative_to_its_directory_if_the_files_exist_there(tmp_path: Path) -> None:
+    for name in ("own.py", "scorer", "problems.jsonl"):
+        (tmp_path / name).touch()
+    tools = 'tools = ["own.py:add", "package.own:add", "absent.py:add"]\nparams = { reward = "own.py:score" }\n'
+    reward = '[[reward]]\nkind = "model"\nmodel = "scorer"\n'
+    reward += '[[reward]]\nkind = "http"\nurl = "http://h"\nmodel = "scorer"\n'
+    path = tmp_path / "mine.toml"
+    path.write_text(f'{BASE}{tools}[[eval.task]]\nname = "test"\n{tools}{reward}template = "{{response}}"\n')
+    loaded = load_recipe(Recipe, path)
+    for task in (*loaded.task, *loaded.eval.task):
+        assert task.tools == (f"{tmp_path}/own.py:add", "package.own:add", "absent.py:add")
+        assert task.params == {"reward": f"{tmp_path}/own.py:score"}
+    assert [part.model for part in loaded.reward] == [f"{tmp_path}/scorer", "scorer"]
 
 
 def all_settings() -> list[type[Settings]]:
