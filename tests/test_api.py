@@ -310,3 +310,8 @@ def test_the_command_eval_leaves_out_a_function_of_another_process(
     assert "omits the rewards own: only the script that started the training defines their functions" in caplog.text
     with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):
         run.resume({"run.steps": 2})
+
+
+def test_a_preview_without_prompts_is_refused(small: Any) -> None:
+    with pytest.raises(UserError, match="n: got 0, allowed are 1 or more prompts"):
+        baton.preview(small.model, QUESTIONS, n=0, config=CONFIG)
