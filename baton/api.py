@@ -90,7 +90,8 @@ def train(
 
     Raises UserError (a ValueError) for invalid arguments or data, before the run's directory is created.
     """
-    of = Path(model).resolve().name if Path(model).is_dir() else str(model).rpartition("/")[2].partition("@")[0]
+    directory = Path(str(model))
+    of = directory.resolve().name if directory.is_dir() else str(model).rpartition("/")[2].partition("@")[0]
     plain = re.sub("[^A-Za-z0-9._-]+", "-", of).lstrip("._-") or "run"
     run = {"name": name or f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}", "steps": steps, "seed": seed}
     tree = _tree(run, model, data, reward, answer_format, algorithm, config, eval_data, environment, tools)
@@ -171,7 +172,10 @@ def _tree(
 
     Keys in `config` override the other arguments. run: the keys of [run].
     """
-    directory = Path((config or {}).get("run.directory", run.get("directory", "runs"))) / ".data"
+    changes: Any = {} if config is None else config
+    if not isinstance(changes, Mapping):
+        raise UserError(f"config: got {changes!r}, allowed is a dict of keys and values")
+    directory = Path(changes.get("run.directory", run.get("directory", "runs"))) / ".data"
     played = environment_section(environment, tools, reward)
     rewards = reward_sections("correct" if tools else reward)
     tests = [] if eval_data is None else [task_section(eval_data, rewards, directory, played)]
@@ -194,7 +198,7 @@ def _tree(
         "reward": rewards,
         "algorithm": algorithm,
     }
-    for key, value in (config or {}).items():
+    for key, value in changes.items():
         set_key(tree, key, value)
     return tree
 

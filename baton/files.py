@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 import msgspec
@@ -44,7 +45,10 @@ class _Seal(msgspec.Struct, frozen=True):
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace the content of a file atomically and durably. A reader sees either the old or the new content."""
+    """Replace the content of a file atomically and durably. A reader sees either the old or the new content. If `path`
+    is a symbolic link, its target is replaced."""
+    if path.is_symlink():
+        path = path.resolve()
     unfinished = path.with_name(f".{path.name}.unfinished")
     with writing(path):
         unfinished.write_bytes(data)
@@ -92,9 +96,18 @@ def make_directory(path: Path) -> list[Path]:
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if a user's output file `path` is a directory, or if its parent directory does not exist."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"cannot write {path}: give a file in an existing directory")
+    """Raise UserError if `write_whole` could not write a user's output file `path`, or would replace something that is
+    not a regular file, such as a directory or a device."""
+    try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            raise UserError(f"cannot write {path}: it exists and is not a regular file")
+        if not target.parent.is_dir():
+            raise UserError(f"cannot write {path}: give a file in an existing directory")
+        with NamedTemporaryFile(prefix=f".{target.name}.unfinished", dir=target.parent):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link refers to itself
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', error)}") from error
 
 
 @contextmanager

@@ -6,12 +6,15 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """A section of a recipe, immutable. Unknown keys are refused.
+    """A section of a recipe, immutable. Unknown keys are refused; so are infinity and NaN, except in fields that allow
+    them.
 
     The docstring of a field documents the key of that name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
     def first_given(self, *keys: str) -> str | None:
         """Return the first of `keys` whose value differs from its default, or None if all have their default values. A

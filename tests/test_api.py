@@ -120,6 +120,8 @@ def test_a_function_of_completions_is_called_once_per_group(train: Callable[...,
         (lambda anwser: 1.0, "parameter 'anwser'.* provides only prompt, response, parsed.*did you mean 'answer'"),
         ("corect", "got 'corect', allowed is a function"),
         ([1], r"got 1 \(int\), allowed is a function"),
+        (5, r"reward: got 5 \(int\), allowed is a function"),
+        (None, r"reward: got None \(NoneType\), allowed is a function"),
         ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
     ],
 )
@@ -135,6 +137,7 @@ def test_a_wrong_reward_is_refused_before_a_run_exists(
     ("arguments", "complaint"),
     [
         ({"environment": StopAfter, "tools": [evenness]}, "environment, tools: give only one of them"),
+        ({"tools": evenness}, r"tools: got <function .*, allowed is a list of functions"),
         ({"tools": [evenness], "reward": "correct"}, "with tools the reward is a function of the last turn's text"),
         ({"tools": [lambda city: city]}, "<lambda> cannot be imported by another process; define it at the top level"),
         ({"tools": [partial(evenness)]}, "functools:<object> cannot be imported by another process"),
@@ -153,6 +156,7 @@ def test_objects_that_no_other_process_can_import_are_refused(
     ("data", "complaint"),
     [
         ([], "data has no rows"),
+        (5, r"data: got 5 \(int\), allowed is a file or dataset by name, or a list of dicts"),
         ({"train": [], "test": []}, "row 1 is 'train' .*data\\['train'\\]"),
         ([{"text": "1+1"}], "has no 'prompt'; it has \\['text'\\]"),
         ([{"prompt": "1+1", "answer": object()}], "row 1 has a value that JSON cannot hold"),
@@ -278,6 +282,21 @@ def test_several_greedy_samples_are_refused(small: Any) -> None:
         baton.evaluate(small.model, QUESTIONS, evenness, samples=4, config=CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"samples": 0}, "samples: got 0, allowed are 1 or more"),
+        ({"temperature": -1}, "temperature: got -1, allowed are 0"),
+        ({"temperature": math.inf}, "temperature: got inf, allowed are 0"),
+        ({"config": [("run.seed", 1)]}, r"config: got \[\('run.seed', 1\)\], allowed is a dict"),
+        ({"model": 5}, "there is no directory '5'"),
+    ],
+)
+def test_wrong_arguments_of_an_evaluation_are_refused(small: Any, arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        baton.evaluate(**{"model": small.model, "data": QUESTIONS, "config": CONFIG} | arguments)
+
+
 def test_the_command_eval_leaves_out_a_function_of_another_process(
     train: Callable[..., baton.Run], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,3 +310,8 @@ def test_the_command_eval_leaves_out_a_function_of_another_process(
     assert "omits the rewards own: only the script that started the training defines their functions" in caplog.text
     with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):
         run.resume({"run.steps": 2})
+
+
+def test_a_preview_without_prompts_is_refused(small: Any) -> None:
+    with pytest.raises(UserError, match="n: got 0, allowed are 1 or more prompts"):
+        baton.preview(small.model, QUESTIONS, n=0, config=CONFIG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,18 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from baton.errors import Damaged
-from baton.files import append, atomic_directory, read_rows, remove_leftovers, seal, verify, writing
+from baton.errors import Damaged, UserError
+from baton.files import (
+    append,
+    atomic_directory,
+    check_output,
+    read_rows,
+    remove_leftovers,
+    seal,
+    verify,
+    write_whole,
+    writing,
+)
 
 
 def test_the_line_that_a_process_died_within_is_left_out_and_no_other(tmp_path: Path) -> None:
@@ -78,3 +89,37 @@ def test_an_error_of_a_write_names_its_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="I/O error") as caught, writing(tmp_path / "f"):
         raise SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "f"))
+
+
+def test_an_output_that_is_a_symbolic_link_replaces_the_links_target(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link, target = tmp_path / "out.json", tmp_path / "elsewhere" / "real.json"
+    link.symlink_to(target)
+    for data in (b"1", b"2"):
+        check_output(link)
+        write_whole(link, data)
+        assert link.is_symlink()
+        assert target.read_bytes() == data
+    assert [file.name for file in target.parent.iterdir()] == ["real.json"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_and_not_changed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null"), tmp_path, Path("/")):
+        with pytest.raises(UserError, match=rf"^cannot write {path}: it exists and is not a regular file$"):
+            check_output(path)
+    for path in (tmp_path / "loop", tmp_path / "none" / "out", tmp_path / ("x" * 250), tmp_path / "pipe" / "out"):
+        with pytest.raises(UserError, match=f"^cannot write {path}: "):
+            check_output(path)
+    assert (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_output_in_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("this user may write to any directory")
+    with pytest.raises(UserError, match=r"^cannot write .*out: Permission denied$"):
+        check_output(tmp_path / "out")

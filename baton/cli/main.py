@@ -72,7 +72,8 @@ app.command(hidden=True)(child_processes.rank)
 
 
 def main() -> None:
-    """Run the command line. Exit code 2: a UserError, printed as one sentence on stderr; 1: any other failure."""
+    """Run the command line. Exit code 2: a UserError, or an OSError that names a file, printed as one sentence on
+    stderr; 1: any other failure."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.getLogger("baton").addHandler(handler)
@@ -88,10 +89,12 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  # printed through `err`, which escapes untrusted text in the message
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             _fail("StorageFault", error, 1)
+        if isinstance(error, OSError) and error.filename is not None:
+            _fail("error", f"{error.filename}: {error.strerror}", 2)
         err.print("".join(traceback.format_exception(error)), end="")
         sys.exit(1)
 
 
-def _fail(name: str, error: Exception, code: int) -> NoReturn:
+def _fail(name: str, error: Exception | str, code: int) -> NoReturn:
     err.print(Text.assemble((f"{name}:", "bold red"), f" {error}"))
     sys.exit(code)

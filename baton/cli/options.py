@@ -74,6 +74,11 @@ class Commands(TyperGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(1000)) for name, each in found if not each.hidden])
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:  # the error message suggests commands, but no hidden ones
+            self.commands = {name: each for name, each in self.commands.items() if not each.hidden}
+        return super().resolve_command(ctx, args)
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         for old in (argument.partition("=")[0] for argument in args):
             if old in RENAMED_OPTIONS:

@@ -73,7 +73,7 @@ def train(
     With --plan and --ray, trainer ranks and workers run on the Ray cluster, and this machine runs the hub. With --plan
     alone, the report compares the run with the plan's predictions.
     """
-    from baton.recipe.load import load_recipe
+    from baton.recipe.load import key_and_value, load_recipe
     from baton.recipe.recipe import Recipe
 
     if resume and overwrite:
@@ -82,8 +82,13 @@ def train(
         raise UserError("--skip-batch needs --resume: it discards a recorded batch of an existing run")
     if plan is None and ray is not None:
         raise UserError("--ray needs --plan: give the plan to execute, written by `baton plan --out`")
-    swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
-    given = [f"swarm.{key}={json.dumps(value)}" for key, value in swarm.items() if value is not None]
+    options = {"swarm.serve": serve, "swarm.workers": workers, "swarm.insecure": insecure or None}
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    for key, value in map(key_and_value, overrides or ()):
+        option = options.get(key)
+        if option is not None and option != value:
+            name = key.partition(".")[2]
+            raise UserError(f"{key}={value} contradicts --{name}, which sets {json.dumps(option)}; remove one of them")
 
     def load(more: Sequence[str]) -> Recipe:
         return load_recipe(Recipe, recipe, [*given, *(overrides or ()), *more])

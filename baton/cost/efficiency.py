@@ -18,7 +18,7 @@ def most_share(gpu: str) -> float:
     return 100.0 if gpu == "CPU" else 1.0
 
 
-class Efficiency(Settings, allow_inf_nan=False):
+class Efficiency(Settings):
     """The efficiency of one GPU type: a section of a calibration file. Shares are relative to the peaks of the
     catalogue."""
 
@@ -117,7 +117,7 @@ class Efficiencies(msgspec.Struct, frozen=True):
         return self.by_gpu.get(gpu, self.default)
 
 
-class RateSettings(Settings, allow_inf_nan=False):
+class RateSettings(Settings):
     """[rates.NAME] measured rates of one GPU type."""
 
     train: float = Field(gt=0)
@@ -126,7 +126,7 @@ class RateSettings(Settings, allow_inf_nan=False):
     """Generated tokens per second and GPU."""
 
 
-class RatesSettings(Settings, allow_inf_nan=False):
+class RatesSettings(Settings):
     """A table of rates: a user's measurements for each GPU type, which replace the cost model."""
 
     rates: dict[str, RateSettings]

@@ -77,14 +77,16 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
     Raises UserError if there is no such model, and Damaged if a checkpoint's files do not match its manifest.
     """
     directory, name = Path(path), split_revision(path)[0]
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
+    looks_like_path = name.startswith((".", "/", "~", "models/")) or name.count("/") != 1 or Path(name).parent.is_dir()
     has_weights = holding != "tokenizer_config.json"
     if directory.is_dir():
         if not (directory / holding).is_file():
             raise UserError(f"model.path: {path!r} is not a Hugging Face model: the directory has no {holding}")
         verify(directory, lambda name: "/" not in name and (has_weights or not name.endswith(".safetensors")))
     elif looks_like_path:
-        raise UserError(f"model.path: there is no directory {path!r} (relative to {Path.cwd()})")
+        is_warm_start = name.startswith("models/") and name.endswith("-warmstart")  # the output of a shipped recipe
+        hint = f"; `baton sft {directory.name}` writes it" if is_warm_start else ""
+        raise UserError(f"model.path: there is no directory {path!r} (relative to {Path.cwd()}){hint}")
     elif not _is_cached(path, holding):
         _download(path)
 

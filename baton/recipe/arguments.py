@@ -37,6 +37,8 @@ def task_section(
     """
     if isinstance(data, (str, Path)):
         return {"name": Path(data).stem, "path": str(data), **played}
+    if not _is_list(data):
+        raise UserError(f"data: got {_kind(data)}, allowed is a file or dataset by name, or a list of dicts")
     rows = list(data)
     if not rows:
         raise UserError("data has no rows: give at least one")
@@ -77,6 +79,8 @@ def environment_section(
     classes and functions by their import paths. Raises UserError."""
     if not tools:
         return {} if environment is None else {"environment": environment}
+    if not _is_list(tools):
+        raise UserError(f"tools: got {_kind(tools)}, allowed is a list of functions")
     if environment is not None:
         raise UserError("environment, tools: give only one of them; tools are an environment of their own")
     if not (callable(reward) or (isinstance(reward, str) and ":" in reward)):
@@ -87,7 +91,7 @@ def environment_section(
 def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
     """Return a [[reward]] section for each reward, and register functions under the paths in their sections. Raises
     UserError for a value that is neither a function nor a known reward."""
-    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    rewards: list[Any] = [reward] if callable(reward) or not _is_list(reward) else list(reward)
     sections: list[dict[str, Any]] = []
     for one in rewards:
         if callable(one):
@@ -117,6 +121,11 @@ def _passed(function: Callable[..., Any], taken: set[str]) -> dict[str, Any]:
     path = f"{getattr(function, '__module__', None) or '__main__'}:{name}"
     PASSED[path] = function
     return {"kind": "function", "name": name, "function": path, "isolate": False}
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a list or another iterable, but not a text."""
+    return not isinstance(value, str) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
 
 
 def _kind(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
@@ -57,7 +57,14 @@ def _keys(kind: type[BaseModel]) -> Iterator[RecipeKey]:
 
 
 def _key(section: str, name: str, field: FieldInfo) -> RecipeKey:
-    annotation = field.annotation
+    annotation = _without_constraints(field.annotation)
     shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     default = None if field.is_required() else repr(field.get_default(call_default_factory=True))
     return RecipeKey(section, name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))
+
+
+def _without_constraints(annotation: Any) -> Any:
+    """Return a type, and the types of a tuple's elements, without `Annotated`."""
+    if get_origin(annotation) is tuple:
+        return tuple[tuple(map(_without_constraints, get_args(annotation)))]  # type: ignore[misc]
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

@@ -19,6 +19,8 @@ from baton.recipe.shipped import find, shipped, shipped_recipes
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind", bound=BaseModel)
+MAX_SHOWN = 200
+"""Maximum length of a wrong value in an error message, in characters; a longer value is cut."""
 
 
 def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Kind:
@@ -45,7 +47,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"there is no recipe {path} (relative to {Path.cwd()}){hint}")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not UTF-8, or a number with too many digits
         raise UserError(f"{path} is not valid TOML: {error}") from error
     _find_beside(tree, path.parent)
     return tree
@@ -57,6 +59,8 @@ def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
     try:
         recipe = kind.model_validate(tree)
     except ValidationError as error:
+        if (confusion := _confusion(kind, tree)) is not None:
+            raise UserError(f"{where} {confusion}") from error
         lines = [_sentence(kind, problem) for problem in error.errors()]
         raise UserError("\n".join(f"{where}: {line}" for line in lines)) from error
     model = getattr(recipe, "model", None)
@@ -69,12 +73,15 @@ def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
 
 
 PATHS = (
-    *("model.path", "task.path", "eval.task.path", "data", "algorithm.reference"),
+    *("model.path", "task.path", "eval.task.path", "data", "algorithm.reference", "reward.model"),
     *("fleet.cluster", "fleet.workload", "fleet.calibration"),
 )
 """Keys whose values may be paths of files or directories to read."""
-FUNCTIONS = ("task.environment", "eval.task.environment", "reward.function")
-"""Keys whose values may have the form `file.py:name`."""
+FUNCTIONS = (
+    *("task.environment", "task.tools", "task.params.reward"),
+    *("eval.task.environment", "eval.task.tools", "eval.task.params.reward", "reward.function"),
+)
+"""Keys whose values, or whose list's elements, may have the form `file.py:name`."""
 
 
 def _find_beside(tree: dict[str, Any], directory: Path) -> None:
@@ -86,11 +93,21 @@ def _find_beside(tree: dict[str, Any], directory: Path) -> None:
             found = [node.get(parent) for node in nodes if isinstance(node, dict)]
             nodes = [item for each in found for item in (each if isinstance(each, list) else [each])]
         for node in nodes:
-            if isinstance(node, dict) and isinstance(value := node.get(last), str):
-                file, colon, name = value.partition(":") if key in FUNCTIONS else (value, "", "")
-                is_file = key in PATHS or file.endswith(".py")
-                if is_file and not Path(file).is_absolute() and (directory / file).exists():
-                    node[last] = f"{directory / file}{colon}{name}"
+            is_server_model = key == "reward.model" and isinstance(node, dict) and node.get("kind") == "http"
+            if isinstance(node, dict) and last in node and not is_server_model:
+                node[last] = _beside(node[last], directory, is_function=key in FUNCTIONS)
+
+
+def _beside(value: Any, directory: Path, *, is_function: bool) -> Any:
+    """Return the value of a key, or of a list's elements, for `_find_beside`."""
+    if isinstance(value, list):
+        return [_beside(each, directory, is_function=is_function) for each in value]
+    if not isinstance(value, str):
+        return value
+    file, colon, name = value.partition(":") if is_function else (value, "", "")
+    is_file = not is_function or file.endswith(".py")
+    is_found = is_file and not Path(file).is_absolute() and (directory / file).exists()
+    return f"{directory / file}{colon}{name}" if is_found else value
 
 
 def _checkpoint_of_run(run: Path) -> str:
@@ -112,8 +129,8 @@ def key_and_value(override: str) -> tuple[str, Any]:
         raise UserError(f"override {override!r}: write section.key=value, such as trainer.lr=3e-6")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text  # an unquoted word is a string
+    except ValueError:
+        value = text  # an unquoted word is a string; so is a number with too many digits for an int
     return key.strip(), value
 
 
@@ -134,6 +151,15 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
         raise UserError(f"override {f'{key}={value}'!r}: the recipe has no section or list for {key!r}") from error
 
 
+def _confusion(kind: type[BaseModel], tree: Mapping[str, Any]) -> str | None:
+    """Return what is wrong if the sections are a warm start's and `kind` is a training run's, or vice versa."""
+    if "checkpoint" in kind.model_fields and "output" in tree and ("data" in tree or "demonstrations" in tree):
+        return "is a recipe for `baton sft`, but a recipe for `baton train` is needed"
+    if "sft" in kind.model_fields and not tree.keys() & {"output", "data", "demonstrations", "scratch", "sft"}:
+        return "is a recipe for `baton train`, but a recipe for `baton sft` is needed"
+    return None
+
+
 def _sentence(kind: type[BaseModel], problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
@@ -150,11 +176,12 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
         return f"{where} is missing"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:] if problem["type"] != "value_error" else message
-    got = problem["input"]
+    got, shown = problem["input"], ""
     key, colon, rest = message.partition(": ")
     if where and colon and key in _fields_at(kind, problem["loc"]):  # a check of a section that names one of its keys
         return f"{where}.{key}: {rest}"
-    shown = f": got {got!r}" if where and not isinstance(got, (dict, BaseModel)) else ""
+    if where and not isinstance(got, (dict, BaseModel)):
+        shown = f": got {got!r}" if len(repr(got)) <= MAX_SHOWN else f": got {repr(got)[:MAX_SHOWN]}…"
     return f"{where}{shown}, {message}" if shown else f"{where}: {message}" if where else message
 
 

@@ -70,7 +70,7 @@ class EvalSettings(Settings):
     """Temperature of the sampled responses."""
     greedy: bool = True
     """Also evaluate a greedy response to each prompt."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = Field(default=None, ge=1)
     """Maximum response length, tokens; default: rollout.max_new_tokens."""
 
 

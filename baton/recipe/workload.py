@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from baton.errors import Damaged, UserError
 from baton.policy.settings import dtype_on
 from baton.recipe.changes import with_current_keys
-from baton.recipe.load import load_recipe
+from baton.recipe.load import load_recipe, parse_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
@@ -82,7 +82,7 @@ def workload_of_run(path: Path, last_steps: int | None = None) -> Workload:
     not damaged; None uses all steps. Raises Damaged if `last_steps` is None and a file is damaged.
     """
     run = RunDirectory.open(path)
-    recipe = Recipe.model_validate(with_current_keys(run.recipe()))
+    recipe = parse_recipe(Recipe, with_current_keys(run.recipe()), f"{path}/recipe.toml")
     if recipe.multi_turn_task is not None:
         raise UserError(
             f"{path}: task {recipe.multi_turn_task!r} is multi-turn, but a workload describes single-turn responses; "

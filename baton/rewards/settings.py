@@ -52,7 +52,7 @@ class RewardSettings(Settings):
     vLLM server; the score is the number in its reply."""
     name: str = ""
     """Name of the part in metrics; the default is `kind`, or for kind = "function" the name of the function."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Factor of this part in the sum."""
     function: str | None = None
     """Reward function as `module:name` or `file.py:name`, for kind = "function"."""

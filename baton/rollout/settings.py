@@ -123,7 +123,7 @@ class RolloutSettings(Settings):
     @field_validator("overprovision")
     @classmethod
     def _is_enough(cls, value: float | str | None) -> float | str | None:
-        if isinstance(value, float) and not (1 <= value < math.inf):
+        if isinstance(value, float) and value < 1:
             raise ValueError(
                 'allowed is "auto" or a number of at least 1, because a batch needs batch_groups complete groups'
             )

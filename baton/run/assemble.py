@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -608,7 +609,11 @@ def evaluate_recipe(
     write_to: Path | None = None,
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k. Raises
-    UserError if several greedy samples are requested."""
+    UserError if `samples` or the temperature is too low, or if several greedy samples are requested."""
+    if samples is not None and samples < 1:
+        raise UserError(f"samples: got {samples}, allowed are 1 or more")
+    if not 0 <= sampling.temperature < math.inf:
+        raise UserError(f"temperature: got {sampling.temperature}, allowed are 0 (greedy) and positive numbers")
     if not sampling.temperature and (samples or 1) > 1:
         raise UserError(
             f"samples: got {samples} at temperature 0, but all greedy responses to a prompt are equal; use 1 sample, "

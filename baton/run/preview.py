@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from baton.errors import UserError
 from baton.recipe.recipe import Recipe
 from baton.rewards.warnings import first_impression
 from baton.run.assemble import EVAL, open_evaluator
@@ -35,7 +36,10 @@ class Preview(msgspec.Struct, frozen=True):
 
 
 def preview(recipe: Recipe, num_prompts: int) -> Preview:
-    """Generate and score responses to the first training prompts. Raises UserError if a run would not start."""
+    """Generate and score responses to the first training prompts. Raises UserError if `num_prompts` is less than
+    1, or if a run would not start."""
+    if num_prompts < 1:
+        raise UserError(f"n: got {num_prompts}, allowed are 1 or more prompts")
     needs = footprint(recipe)
     with open_evaluator(recipe, recipe.model.path, lambda m: PromptStream(m, recipe.run.seed).take(num_prompts)) as it:
         begin = time.perf_counter()

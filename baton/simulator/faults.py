@@ -34,7 +34,7 @@ DRAWN = tuple(kind for kind in KINDS if kind != "wrong")
 """Kinds from which random faults are drawn by default: all kinds that can happen to a correct worker."""
 
 
-class FaultSettings(Settings, allow_inf_nan=False):
+class FaultSettings(Settings):
     """[[fault]] One fault."""
 
     kind: Kind
@@ -70,7 +70,7 @@ class FaultSettings(Settings, allow_inf_nan=False):
         return self
 
 
-class RandomSettings(Settings, allow_inf_nan=False):
+class RandomSettings(Settings):
     """[random] Faults that are drawn from the run's seed, in addition to the listed faults."""
 
     faults: int = Field(ge=0)
@@ -81,7 +81,7 @@ class RandomSettings(Settings, allow_inf_nan=False):
     """Kinds of fault to draw from."""
 
 
-class SpotSettings(Settings, allow_inf_nan=False):
+class SpotSettings(Settings):
     """[spot] Preemptions of rented machines, read from a trace."""
 
     trace: Path

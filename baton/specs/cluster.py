@@ -94,7 +94,7 @@ class Cluster(msgspec.Struct, frozen=True):
 # ---- the TOML file ---------------------------------------------------------------------------------------------------
 
 
-class GpuSettings(Settings, allow_inf_nan=False):
+class GpuSettings(Settings):
     """[gpu.NAME] a new GPU type, or changes to a GPU type of the catalogue."""
 
     bf16_tflops: float | None = Field(default=None, gt=0)
@@ -115,7 +115,7 @@ class GpuSettings(Settings, allow_inf_nan=False):
     """Source of the price."""
 
 
-class MachineSettings(Settings, allow_inf_nan=False):
+class MachineSettings(Settings):
     """A machine type: its GPUs, their links and their price."""
 
     gpu: str
@@ -145,7 +145,7 @@ class NodeSettings(MachineSettings):
         return [name] if self.count == 1 else [f"{name}-{index}" for index in range(self.count)]
 
 
-class BetweenSettings(Settings, allow_inf_nan=False):
+class BetweenSettings(Settings):
     """[[links.between]] bandwidth between two GPU types, or between two named machines."""
 
     ends: tuple[str, str]
@@ -154,7 +154,7 @@ class BetweenSettings(Settings, allow_inf_nan=False):
     """Bandwidth in one direction, 10^9 bytes/s."""
 
 
-class LinkSettings(Settings, allow_inf_nan=False):
+class LinkSettings(Settings):
     """[links] bandwidth between machines."""
 
     inter_node_gb_per_s: float | None = Field(default=None, gt=0)

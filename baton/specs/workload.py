@@ -216,7 +216,7 @@ class Workload(msgspec.Struct, frozen=True):
 # ---- the TOML file ---------------------------------------------------------------------------------------------------
 
 
-class LengthSettings(Settings, allow_inf_nan=False):
+class LengthSettings(Settings):
     """A distribution of token counts: `constant`, `lognormal` or `measured`."""
 
     kind: Literal["constant", "lognormal", "measured"] = "constant"
@@ -250,7 +250,7 @@ class LengthSettings(Settings, allow_inf_nan=False):
         return lognormal(self.mean, self.cv, self.max)
 
 
-class WorkAlgorithmSettings(Settings, allow_inf_nan=False):
+class WorkAlgorithmSettings(Settings):
     """[algorithm] of a workload: what a train step computes."""
 
     epochs: int = Field(default=1, ge=1)
@@ -272,7 +272,7 @@ class WorkAlgorithmSettings(Settings, allow_inf_nan=False):
     microbatch."""
 
 
-class WorkRewardSettings(Settings, allow_inf_nan=False):
+class WorkRewardSettings(Settings):
     """[reward] the time of scoring."""
 
     latency_s: float = Field(default=0.0, ge=0)
@@ -299,7 +299,7 @@ class WorkRewardSettings(Settings, allow_inf_nan=False):
         return self
 
 
-class WorkEngineSettings(Settings, allow_inf_nan=False):
+class WorkEngineSettings(Settings):
     """[engine] of a workload: settings of the engines that generate rollouts."""
 
     shared_prefill: bool = True

@@ -92,7 +92,7 @@ class AlgorithmSettings(Settings):
     because the value head is untrained at the start. A shared critic's head uses the policy's learning rate."""
     value_coef: float = Field(default=0.5, gt=0)
     """Coefficient of a shared critic's value loss in the total loss."""
-    value_clip: float = Field(default=0.2, gt=0)
+    value_clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)
     """Value clip. If a token's value has moved towards its return by more than this number since the start of the train
     step, the token gets no value gradient. `inf` disables the clip."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)

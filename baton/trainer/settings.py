@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +12,7 @@ from baton.specs.trainer_shapes import can_train
 
 Decay = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw8bit"]
+Limit = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class TrainerSettings(Settings):
@@ -35,7 +35,7 @@ class TrainerSettings(Settings):
     """Decay rates of AdamW's first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight-decay coefficient; applies only to parameters with two or more dimensions."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Maximum Euclidean norm of an update's gradient; larger gradients are scaled down. `inf` disables clipping."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
@@ -44,11 +44,11 @@ class TrainerSettings(Settings):
     """Compile the model's transformer blocks with `torch.compile`, with or without `packing`. On a CPU, steps become
     faster by about a third, and in bfloat16 by about a half. The startup takes at least half a minute longer. Requires
     a C++ compiler. The compiled kernels depend on the first batches, so a resumed run may differ in the last bits."""
-    max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
+    max_mismatch_kl: tuple[Limit, Limit] = (0.01, 0.5)
     """Two limits of the KL divergence between engine and trainer under equal weights, in nats per token. Above the
     first limit, the run logs a warning. Above the second limit, the train step fails before its next update. The
     divergence is typically 1e-9 in float32 on a CPU, and 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
-    max_logprob_diff: tuple[float, float] = (5.0, 15.0)
+    max_logprob_diff: tuple[Limit, Limit] = (5.0, 15.0)
     """Two limits of the difference between the engine's and the trainer's logprob of the same token, in nats. The
     largest difference of all tokens is compared with the limits. As in `max_mismatch_kl`, the first limit causes a
     warning and the second an error."""
@@ -148,7 +148,7 @@ class TrainerSettings(Settings):
                 f"{self.tensor_parallel}; it must divide ranks / stages, and tensor_parallel must be 1; omit the "
                 "key to share one copy of the model among all ranks"
             )
-        if self.speeds and (len(self.speeds) != self.data_ranks or not all(0 < speed < inf for speed in self.speeds)):
+        if self.speeds and (len(self.speeds) != self.data_ranks or not all(speed > 0 for speed in self.speeds)):
             raise ValueError(
                 f"speeds: got {list(self.speeds)}; allowed is an empty list, or {self.data_ranks} positive "
                 "numbers: one for each data-parallel rank of a stage"

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from baton.__main__ import main
 from baton.api import Run
 from baton.cli import main as cli
 from baton.errors import TrainingDiverged, UserError
@@ -368,6 +370,22 @@ def test_the_program_prints_a_mistake_as_one_line_without_traceback_and_exits_wi
     assert done.stderr.count("\n") == 1
 
 
+def test_an_error_of_the_operating_system_that_names_a_file_is_one_line() -> None:
+    done = baton("train", "x" * 300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.replace("\n", "") == f"error: {'x' * 300}: File name too long"
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "baton.cli.main", SimpleNamespace(main=interrupted))
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+
+
 @pytest.mark.slow
 def test_the_program_evaluates(small: Any) -> None:
     done = baton("eval", small.run, "-n", 2, "--json")
@@ -449,3 +467,24 @@ def test_an_option_of_an_earlier_version_is_refused_with_its_new_name() -> None:
     result = CliRunner().invoke(cli.app, ["show", "runs/none", "--best"])
     assert result.exit_code == 2
     assert "--best is now called --sort best" in result.output
+
+
+def test_a_misspelled_command_is_refused_without_naming_a_hidden_one() -> None:
+    result = CliRunner().invoke(cli.app, ["tran"])
+    assert result.exit_code == 2
+    assert "'train'" in result.output
+    assert "'rank'" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "override", "sentence"),
+    [
+        (("--workers", 1), "swarm.workers=3", "swarm.workers=3 contradicts --workers, which sets 1; remove one"),
+        (("--serve", "h:1"), "swarm.serve=h:2", 'swarm.serve=h:2 contradicts --serve, which sets "h:1"; remove'),
+        (("--insecure",), "swarm.insecure=false", "swarm.insecure=False contradicts --insecure, which sets true"),
+    ],
+)
+def test_an_option_and_an_override_that_contradict_each_other_are_refused(
+    option: tuple[object, ...], override: str, sentence: str
+) -> None:
+    assert sentence in mistake("train", "quickstart", *option, override)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
@@ -14,7 +15,9 @@ from baton.errors import UserError
 from baton.plan import plan as make_plan
 from baton.planner.rental import OffersSettings
 from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload
+from baton.records.run_directory import without_none
 from baton.specs.cluster import ClusterSettings
 from baton.specs.plan import read_plan
 
@@ -250,6 +253,20 @@ def test_a_wrong_file_is_named_with_key_and_what_is_allowed(files: Path, file: s
     said = mistake(files)
     assert sentence in said
     assert f"{file}.toml" in said
+
+
+def test_a_run_whose_recipe_gives_no_workload_is_refused(files: Path) -> None:
+    (files / "run.json").write_text("{}")
+    warm_start = (ROOT / "recipes" / "quickstart-warmstart.toml").read_text()
+    resolved = load_recipe(Recipe, ROOT / "recipes" / "quickstart.toml").model_dump(mode="json")
+    resolved["run"]["steps"] = 0
+    for text, sentence in (
+        (warm_start, "is a recipe for `baton sft`, but a recipe for `baton train` is needed"),
+        (tomli_w.dumps(without_none(resolved)), "run.steps: got 0, input should be greater than or equal to 1"),
+    ):
+        (files / "recipe.toml").write_text(text)
+        assert f"{files}/recipe.toml" in mistake(files, "--workload", files)
+        assert sentence in mistake(files, "--workload", files)
 
 
 def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:

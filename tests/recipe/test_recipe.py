@@ -69,6 +69,7 @@ def test_the_recipes_of_the_repository_load_and_come_back_from_what_a_run_writes
 def test_a_resolved_recipe_holds_every_key_and_loads_as_the_same(base: Path, tmp_path: Path) -> None:
     odd = [
         "trainer.max_grad_norm=inf",
+        "trainer.max_mismatch_kl=[0.5, inf]",
         'rollout.stop=["\\n", "\\u0007"]',
         "trainer.lr=1e-7",
         "task.0.params.min_terms=3",
@@ -80,7 +81,7 @@ def test_a_resolved_recipe_holds_every_key_and_loads_as_the_same(base: Path, tmp
     written.write_text(tomli_w.dumps(tree))
     again = load_recipe(Recipe, written)
     assert again == loaded
-    assert again.trainer.max_grad_norm == float("inf")
+    assert (again.trainer.max_grad_norm, again.trainer.max_mismatch_kl) == (float("inf"), (0.5, float("inf")))
     assert again.rollout.stop == ("\n", "\x07")
 
 
@@ -140,6 +141,13 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
         ("swarm.relief=0", "swarm.relief is now called swarm.backup_lease_factor"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', input should be a valid number"),
         ("trainer.lr=0", "trainer.lr: got 0, input should be greater than 0"),
+        ("trainer.lr=1e999", "trainer.lr: got inf, input should be a finite number"),
+        ("trainer.max_grad_norm=nan", "trainer.max_grad_norm: got nan, "),
+        ("trainer.max_logprob_diff=[nan, 9]", "trainer.max_logprob_diff: got [nan, 9], must be two numbers above 0"),
+        ("algorithm.value_clip=nan", "algorithm.value_clip: got nan, "),
+        ("eval.temperature=inf", "eval.temperature: got inf, input should be a finite number"),
+        ("eval.max_new_tokens=0", "eval.max_new_tokens: got 0, input should be greater than or equal to 1"),
+        pytest.param(f"run.seed={'9' * 5000}", f"run.seed: got '{'9' * 199}…, ", id="too many digits"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas: got [0.9, 1.0], each must be at least 0 and less than 1"),
         ("algorithm.name=gppo", "algorithm.name: got 'gppo', allowed are grpo, dr_grpo, "),
         (
@@ -213,6 +221,23 @@ def test_a_missing_recipe_names_the_nearest_and_a_broken_one_the_place(base: Pat
     assert f"{base} is not valid TOML: " in complaint(base)
     base.write_bytes(b'[run]\nname = "\xff"\n')
     assert f"{base} is not valid TOML: " in complaint(base)
+    base.write_text(f"[run]\nseed = {'9' * 5000}\n")
+    assert f"{base} is not valid TOML: " in complaint(base)
+
+
+def test_paths_in_a_recipe_are_relative_to_its_directory_if_the_files_exist_there(tmp_path: Path) -> None:
+    for name in ("own.py", "scorer"):
+        (tmp_path / name).touch()
+    tools = 'tools = ["own.py:add", "package.own:add", "absent.py:add"]\nparams = { reward = "own.py:score" }\n'
+    reward = '[[reward]]\nkind = "model"\nmodel = "scorer"\n'
+    reward += '[[reward]]\nkind = "http"\nurl = "http://h"\nmodel = "scorer"\n'
+    path = tmp_path / "mine.toml"
+    path.write_text(f'{BASE}{tools}[[eval.task]]\nname = "test"\n{tools}{reward}template = "{{response}}"\n')
+    loaded = load_recipe(Recipe, path)
+    for task in (*loaded.task, *loaded.eval.task):
+        assert task.tools == (f"{tmp_path}/own.py:add", "package.own:add", "absent.py:add")
+        assert task.params == {"reward": f"{tmp_path}/own.py:score"}
+    assert [part.model for part in loaded.reward] == [f"{tmp_path}/scorer", "scorer"]
 
 
 def all_settings() -> list[type[Settings]]:
@@ -248,6 +273,7 @@ def test_the_list_of_keys_is_complete_and_each_has_a_meaning() -> None:
                 assert (section if owner else "", name) in known or is_section
     assert all(key.meaning and key.type for key in keys)
     assert {key.section.strip("[]") for key in recipe_keys("trainer")} == {"trainer"}
+    assert next(key.type for key in keys if key.key == "max_mismatch_kl") == "tuple[float, float]"
     with pytest.raises(UserError, match="did you mean 'trainer'"):
         recipe_keys("trianer")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from baton.errors import UserError
+from baton.policy.tokenizer import check_model_path
 from baton.recipe.load import load_recipe
-from baton.recipe.recipe import Recipe
+from baton.recipe.recipe import Recipe, WarmStart
 from baton.recipe.shipped import ROOT, shipped, shipped_recipes
 
 
@@ -67,3 +69,22 @@ def test_a_file_of_the_user_comes_first_and_other_paths_are_not_ours(tmp_path: P
 def test_a_recipe_that_does_not_exist_is_refused_with_the_shipped_names() -> None:
     with pytest.raises(UserError, match=r"there is no recipe quikstart .*; shipped are countdown, countdown-3b, deep"):
         load_recipe(Recipe, Path("quikstart"))
+
+
+def test_a_recipe_of_the_other_command_is_refused_with_its_command() -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(Recipe, Path("quickstart-warmstart"))
+    assert str(caught.value) == (
+        "quickstart-warmstart is a recipe for `baton sft`, but a recipe for `baton train` is needed"
+    )
+    with pytest.raises(UserError) as caught:
+        load_recipe(WarmStart, Path("quickstart"))
+    assert str(caught.value) == "quickstart is a recipe for `baton train`, but a recipe for `baton sft` is needed"
+
+
+@pytest.mark.parametrize("name", ["sokoban", "smollm2-calculator"])
+def test_a_missing_model_of_a_shipped_warm_start_is_refused_with_the_command_that_writes_it(name: str) -> None:
+    path = tomllib.loads((ROOT / "recipes" / f"{name}.toml").read_text())["model"]["path"]
+    assert load_recipe(WarmStart, Path(f"{name}-warmstart")).output == path
+    with pytest.raises(UserError, match=rf"there is no directory .*; `baton sft {name}-warmstart` writes it"):
+        check_model_path(path)
