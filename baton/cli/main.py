@@ -7,6 +7,7 @@ neither torch nor the planner.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -70,9 +71,12 @@ app.add_typer(planning.cluster_app, name="cluster")
 app.command(hidden=True)(child_processes.engine)
 app.command(hidden=True)(child_processes.rank)
 
+PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+"""Error numbers of paths that the user must change. Other errors of the system show a traceback."""
+
 
 def main() -> None:
-    """Run the command line. Exit code 2: a UserError, or an OSError that names a file, printed as one sentence on
+    """Run the command line. Exit code 2: a UserError, or a path that the user may not use, printed as one sentence on
     stderr; 1: any other failure."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
@@ -89,7 +93,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  # printed through `err`, which escapes untrusted text in the message
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             _fail("StorageFault", error, 1)
-        if isinstance(error, OSError) and error.filename is not None:
+        if isinstance(error, OSError) and error.errno in PATH_ERRORS and error.filename is not None:
             _fail("error", f"{error.filename}: {error.strerror}", 2)
         err.print("".join(traceback.format_exception(error)), end="")
         sys.exit(1)
