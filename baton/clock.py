@@ -48,8 +48,8 @@ class RestartRule:
 
     def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
         """Return two values: the number of consecutive failures, and the seconds until the restart (None if the process
-        is not restarted). failures: number of consecutive failures before the process ended this time. lived_s: time in
-        seconds that the process ran; None if it did not start."""
+        is not restarted). `failures`: number of consecutive failures before the process ended this time. `lived_s`:
+        time in seconds that the process ran; None if it did not start."""
         failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
         if failures > self.max_failures:
             return failures, None
@@ -124,7 +124,7 @@ def in_order(
 ) -> Iterator[R]:
     """Compute `work(item)` for each item in several threads, and yield the results in the order of the items.
 
-    num_bytes: function that returns the size of an item; small items are computed in the caller's thread. threads:
+    `num_bytes`: function that returns the size of an item; small items are computed in the caller's thread. `threads`:
     maximum number of large items in progress, which bounds the memory. By default, `CODERS` threads compute while one
     more large item waits in the queue, so that a thread that has finished an item can start the next one immediately.
     The caller's thread reads `items`. The threads exist only during the iteration, because a thread that has computed

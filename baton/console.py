@@ -30,7 +30,7 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
     """Return text in which escapes such as `\\x1b` replace control characters, format characters and lone surrogates.
 
     An escape sequence can move the terminal's cursor, a direction mark can reorder the displayed text, and a lone
-    surrogate cannot be encoded. keep: characters that are not replaced; with keep="" the result is a single line.
+    surrogate cannot be encoded. `keep`: characters that are not replaced; with keep="" the result is a single line.
     """
     return _spelled(text, keep, lambda character: character.encode("unicode_escape").decode())
 

@@ -186,8 +186,8 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Check the files of a directory against the digests that `seal` wrote. A directory without digests passes. wanted:
-    selects files by relative path. Raises Damaged naming the first file that differs."""
+    """Check the files of a directory against the digests that `seal` wrote. A directory without digests passes.
+    `wanted`: selects files by relative path. Raises Damaged naming the first file that differs."""
     file = directory / SEAL
     if not file.is_file():
         return

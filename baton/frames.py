@@ -110,7 +110,7 @@ def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
 
 
 def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
-    """Return the child's end of a socket pair. descriptor: the file descriptor passed by the parent."""
+    """Return the child's end of a socket pair. `descriptor`: the file descriptor passed by the parent."""
     return FrameSocket(socket.socket(fileno=descriptor), max_frame_bytes)
 
 

@@ -27,7 +27,7 @@ class StopRequest:
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """say: prints a line for the user when a stop is requested."""
+        """`say`: prints a line for the user when a stop is requested."""
         self.signal: int | None = None
         """Number of the first signal; 0 if a callback requested the stop."""
         self._say = say

@@ -30,7 +30,7 @@ class TokenColumn(Sequence[_T]):
     __slots__ = ("_buffer", "_start", "_stop")
 
     def __init__(self, buffer: MutableSequence[_T], start: int = 0, stop: int | None = None) -> None:
-        """buffer: an array or a list that no other code changes afterwards. start, stop: the part to view."""
+        """`buffer`: an array or a list that no other code changes afterwards. start, stop: the part to view."""
         self._buffer, self._start = buffer, start
         self._stop = len(buffer) if stop is None else stop
 

@@ -87,7 +87,7 @@ class Commands(TyperGroup):
 
 
 def command_group(about: str) -> typer.Typer:
-    """Return an empty group of commands. about: the group's help text."""
+    """Return an empty group of commands. `about`: the group's help text."""
     group = typer.Typer(cls=Commands, no_args_is_help=True, help=about)
     group.callback()(lambda: None)  # without a callback, typer turns a group of one command into this command
     return group

@@ -64,11 +64,10 @@ def machines(
 ) -> tuple[Machine, ...]:
     """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
-    types: names of GPU types that are known in addition to the catalogue. known: node id → name that was assigned to
-    the machine before. A machine that joins again has a new node id; it gets its earlier name, found by its host name.
-    A machine without an assigned name gets its host name; if several machines have this host name, the start of the
-    node id is appended.
-    """
+    `types`: names of GPU types that are known in addition to the catalogue. `known`: node id → name that was assigned
+    to the machine before. A machine that joins again has a new node id; it gets its earlier name, found by its host
+    name. A machine without an assigned name gets its host name; if several machines have this host name, the start of
+    the node id is appended."""
     rows, given = list(rows), known or {}
     alive = [row for row in rows if row["Alive"]]
     taken = Counter(_plain(row["NodeManagerHostname"]) for row in alive)
@@ -130,9 +129,8 @@ def describe(
 ) -> DescribedCluster:
     """Describe the machines that the planner may use. Raises UserError if no machine is usable.
 
-    base: a cluster file with the links, prices and GPU types to apply. with_cpus: whether machines without a GPU are
-    included. If no usable machine has a GPU, all usable machines are included.
-    """
+    `base`: a cluster file with the links, prices and GPU types to apply. `with_cpus`: whether machines without a GPU
+    are included. If no usable machine has a GPU, all usable machines are included."""
     notes = [f"{m.name} is not used: {m.problem}; {_advice(m)}" for m in found if m.gpu is None]
     usable = [machine for machine in found if machine.gpu is not None]
     if not with_cpus and any(machine.gpu != CPU for machine in usable):

@@ -115,11 +115,10 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine. If the first stage uses this machine, rank 0 runs on it: the order of the
-    ranks is rotated by the same offset in each stage, so that the same pairs of ranks still communicate. first_worker:
-    number of the first worker, which becomes a part of its name. It must be larger than all earlier numbers, because
-    names are not reused.
-    """
+    `here`: id of the controller's machine. If the first stage uses this machine, rank 0 runs on it: the order of the
+    ranks is rotated by the same offset in each stage, so that the same pairs of ranks still communicate.
+    `first_worker`: number of the first worker, which becomes a part of its name. It must be larger than all earlier
+    numbers, because names are not reused."""
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
     by_name = {names[machine.id]: machine for machine in machines}
@@ -270,7 +269,7 @@ def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
 def _workers(
     plan: Plan, machines: Mapping[str, Machine], first: int, owners: Mapping[str, int]
 ) -> tuple[ProcessSpec, ...]:
-    """owners: for each GPU that a worker shares with a rank, the GPU's id and the rank's number."""
+    """`owners`: for each GPU that a worker shares with a rank, the GPU's id and the rank's number."""
     # rounded down, because a larger batch might not fit into memory
     slots = [max(1, replica.batch // SLOT_MULTIPLE) * SLOT_MULTIPLE for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
@@ -329,7 +328,7 @@ def _process_spec(
     machines: Mapping[str, Machine],
     shared: Collection[str] = (),
 ) -> ProcessSpec:
-    """number: unique among the processes of this role. shared: GPUs that another process requests from Ray."""
+    """`number`: unique among the processes of this role. `shared`: GPUs that another process requests from Ray."""
     where = gpu_ids[0].rpartition(":")[0]
     machine, num = machines[where], sum(gpu not in shared for gpu in gpu_ids)
     resources = {unit: float(num) for unit in machine.units if num}
@@ -342,7 +341,7 @@ def _process_spec(
 
 
 def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transport: str = "store") -> None:
-    """Raise UserError if workers with these engines cannot execute the replicas of the plan. transport:
+    """Raise UserError if workers with these engines cannot execute the replicas of the plan. `transport`:
     `weights.transport`."""
     if (spread := next((spec for spec in workers if spec.further), None)) and (
         engine.kind != "vllm" or transport == "store"
@@ -376,7 +375,7 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transp
 
 
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
-    """Map the GPUs of each replica to the URL of its SGLang server. infos: for each URL, the server's description of
+    """Map the GPUs of each replica to the URL of its SGLang server. `infos`: for each URL, the server's description of
     itself, or the reason why the server did not answer. Raises UserError if the numbers of URLs and replicas differ, or
     if a server does not answer, or if its tensor-parallel or pipeline-parallel size is not that of its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"

@@ -68,7 +68,7 @@ class Replanner:
         return () if self._base is None else tuple(self._base.gpu)
 
     def replan_workers(self, machines: Sequence[Machine]) -> ReplanResult:
-        """Make a plan that keeps the trainer on its GPUs. machines: under their names in the plan. If no such plan
+        """Make a plan that keeps the trainer on its GPUs. `machines`: under their names in the plan. If no such plan
         exists, the result keeps the current workers; no error is raised."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")

@@ -61,7 +61,7 @@ class RolloutBound:
         return least
 
     def work(self, time_s: float) -> list[tuple[Floats, float]]:
-        """Return φ_λ(`time_s`), shape [pools], and λ · `gate`, for each λ."""
+        """Return for each λ two values: φ_λ(`time_s`) [pools], and λ · `gate` (symbols: see the head of this file)."""
         works = [np.array([np.interp(time_s, self.times, row) for row in table]) for table, _ in self.tables]
         return [(work, gated) for work, (_, gated) in zip(works, self.tables, strict=True)]
 

@@ -177,8 +177,9 @@ def _prices(offers: OffersSettings) -> Floats:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return the machine counts within a budget, [choices, offers]. With `only_full`, a choice is omitted if one more
-    machine is available and the rest of the budget pays for it."""
+    """Return all choices of machines within a budget, as counts [choices, offers]. With `only_full`, return only
+    choices to which no machine can be added: no further one is available, or the rest of the budget does not pay for
+    it."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(

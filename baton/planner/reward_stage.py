@@ -35,7 +35,7 @@ def plan_with_reward(
     inputs: Inputs, plan_rest: PlanRest = make_plan, *, time_limit_s: float = 60.0
 ) -> tuple[Plan, Inputs]:
     """Return (plan, inputs). plan: the best plan; if the workload has a reward model, the plan has a reward stage.
-    inputs: the planner's inputs for the other roles. Their cluster lacks the stage's GPUs, and their workload has the
+    `inputs`: the planner's inputs for the other roles. Their cluster lacks the stage's GPUs, and their workload has the
     stage's scoring time. Raises UserError if no plan is feasible."""
     model = inputs.work.reward_model
     if model is None:
@@ -58,7 +58,7 @@ class _Search:
     """Compares candidate reward stages, and makes a plan of the other roles for each candidate."""
 
     def __init__(self, plain: Inputs, model: ModelSpec, plan_rest: PlanRest, least_s: float, left_s: Clock) -> None:
-        """plain: the inputs without the reward model. least_s: step time of the best plan for these inputs."""
+        """`plain`: the inputs without the reward model. `least_s`: step time of the best plan for these inputs."""
         self._cluster, self._model, self._plan_rest = plain.cluster, model, plan_rest
         self._plain, self._least_s, self._left_s = plain, least_s, left_s
         self.best: tuple[Plan, Inputs] | None = None

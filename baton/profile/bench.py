@@ -285,8 +285,8 @@ class ModeBench:
     def result(
         self, bound_s: float, step_bound_s: float, rates: Mapping[str, float], curve: Mapping[int, float]
     ) -> ModeResult:
-        """rates: tokens per second of each mode. curve: number of rows of a decode step → mean seconds, over the steps
-        of all modes without prefill."""
+        """`rates`: tokens per second of each mode. `curve`: number of rows of a decode step → mean seconds, over the
+        steps of all modes without prefill."""
         rate, port = rates[self.name], self.port
         num_rows, num_prefilled = sum(n for n, _, _ in port.steps), sum(n for _, n, _ in port.steps)
         in_steps_s = sum(s for _, _, s in port.steps)
@@ -373,10 +373,9 @@ def measure(
 ) -> BenchResult:
     """Run the modes alternately until each mode has delivered `steps` batches; return the results.
 
-    alone: the engine that measures the bound; it runs before each round of batches. full_steps: measures full decode
-    steps for the bound of decode steps, and returns (mean position, seconds) of each. Without `alone` and `full_steps`,
-    both bounds assume that a full step at any position takes the mean time of the modes' full steps.
-    """
+    `alone`: the engine that measures the bound; it runs before each round of batches. `full_steps`: measures full
+    decode steps for the bound of decode steps, and returns (mean position, seconds) of each. Without `alone` and
+    `full_steps`, both bounds assume that a full step at any position takes the mean time of the modes' full steps."""
     points: list[tuple[int, float]] = []
     gc.collect()
     gc.freeze()  # as in a run: a full collection took as long as half a batch
@@ -448,7 +447,7 @@ def bench_engine(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Measure the modes on real engines in this process. engine: builds the engine of one mode."""
+    """Measure the modes on real engines in this process. `engine`: builds the engine of one mode."""
     clock = time.process_time if on_cpu else time.perf_counter
     sides = [
         ModeBench(name, s, TimedTransport(engine(), lengths, clock), prompts(), tensors) for name, s in settings.items()

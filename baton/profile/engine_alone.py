@@ -28,7 +28,7 @@ class Work:
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[int, int]]) -> Work:
-        """lengths: (prompt tokens, response tokens) of each trajectory."""
+        """`lengths`: (prompt tokens, response tokens) of each trajectory."""
         found = [(n, n * (2 * prompt + n - 1) // 2) for prompt, n in lengths]
         return cls(sum(tokens for tokens, _ in found), sum(positions for _, positions in found))
 

@@ -160,7 +160,7 @@ def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[f
 
 
 def _slot_rate(steps: Sequence[tuple[float, float]]) -> float:
-    """Return the number of tokens that an occupied slot generates per second; 0 if no slot was occupied. steps: for
+    """Return the number of tokens that an occupied slot generates per second; 0 if no slot was occupied. `steps`: for
     each train step, the number of generated tokens, and the seconds in which slots were occupied, summed over slots.
     The first step does not count, because it includes the start of the engines."""
     slot_s = sum(seconds for _, seconds in steps[1:])

@@ -116,8 +116,8 @@ class WorkerPool:
         holds_model: bool = False,
         launch: Launch | None = None,
     ) -> None:
-        """holds_model: whether the shared process holds a reward model. If so, all calls run in this process, because
-        only this process has the model. launch: starts a process; the default starts it on this machine."""
+        """`holds_model`: whether the shared process holds a reward model. If so, all calls run in this process, because
+        only this process has the model. `launch`: starts a process; the default starts it on this machine."""
         self._setup, self._holds_model = setup, holds_model
         servers = [spec for spec in setup.specs if isinstance(spec, protocol.GenerativeModelSpec)]
         self._load_s = SERVER_START_S + GRACE_S if servers else LOAD_TIMEOUT_S
@@ -203,7 +203,7 @@ class WorkerPool:
         return self._shared
 
     async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:
-        """Start a process. after: a killed process. The new process starts only when the memory of the killed process
+        """Start a process. `after`: a killed process. The new process starts only when the memory of the killed process
         is free."""
         if after is not None:
             await after.ended()

@@ -28,7 +28,7 @@ async def call_remote_scorer(
     session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float | None, chat: ChatFormat | None
 ) -> Outcome:
     """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised.
-    deadline_s: maximum duration in seconds; None if the caller enforces a limit."""
+    `deadline_s`: maximum duration in seconds; None if the caller enforces a limit."""
     prompt = call.prompt
     request: dict[str, Any] = {
         "task": prompt.task,

@@ -48,7 +48,7 @@ class ScoringThread:
         settings: JudgeSettings,
         models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
-        """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
+        """Start the thread. Worker processes and connections start when a call first needs them. `models`: name of a
         reward part → for each device, the reward model and the function that starts its process; None starts the
         process on this machine."""
         self._settings, self._has_specs = settings, bool(setup.specs)

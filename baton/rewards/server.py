@@ -44,8 +44,8 @@ SERVED_NAME = "reward-model"
 
 
 def command_of(spec: GenerativeModelSpec, port: int, kind: str) -> list[str]:
-    """Return the command of the server. kind: type of the server's device, `cuda` or `cpu`. Baton's own arguments come
-    last, so that they override arguments of the same name in the recipe."""
+    """Return the command of the server. `kind`: type of the server's device, `cuda` or `cpu`. Baton's own arguments
+    come last, so that they override arguments of the same name in the recipe."""
     own_policy = import_module("baton.policy.tokenizer")  # by name, because this layer does not import baton.policy
     name, revision = own_policy.split_revision(spec.model)
     dtype = spec.dtype if spec.dtype != "auto" else "bfloat16" if kind == "cuda" else "float32"

@@ -123,7 +123,7 @@ def _per_response(score: Callable[[protocol.Call], protocol.Outcome]) -> LoadedS
 
 def _batched(model: Any) -> LoadedScorer:
     """Return a scorer that scores waiting calls in batches, in the order of their arrival. A batch blocks the event
-    loop, so the run kills this process if a batch hangs. model: a `baton.policy.reward_model.RewardModel`."""
+    loop, so the run kills this process if a batch hangs. `model`: a `baton.policy.reward_model.RewardModel`."""
     waiting: deque[tuple[list[int], asyncio.Future[protocol.Outcome]]] = deque()
 
     async def scored(calls: tuple[protocol.Call, ...]) -> tuple[protocol.Outcome, ...]:

@@ -99,7 +99,7 @@ class RolloutController:
         journal: Journal | None = None,
         player: EpisodePlayer | None = None,
     ) -> None:
-        """player: runs the multi-turn episodes; None without multi-turn tasks."""
+        """`player`: runs the multi-turn episodes; None without multi-turn tasks."""
         self._worker, self.rules, self._now_s = worker, rules, worker.clock
         self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
         self._player = player or EpisodePlayer(None, sampling)
@@ -134,8 +134,8 @@ class RolloutController:
         *,
         num_batches: float = math.inf,
     ) -> None:
-        """Start the rollouts. version: number of batches that earlier processes delivered. cursor: position in the
-        prompt stream, from the journal. carried: groups that an earlier process left open. num_batches: number of
+        """Start the rollouts. `version`: number of batches that earlier processes delivered. `cursor`: position in the
+        prompt stream, from the journal. `carried`: groups that an earlier process left open. `num_batches`: number of
         batches of the whole run. No more groups are opened than these batches need."""
         self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
@@ -160,8 +160,8 @@ class RolloutController:
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
         """Start the rollouts as `begin` does, with the cursor and the open groups of the journal. Return the open
-        groups. cursor: position in the checkpoint, which replaces the journal's cursor if there is no journal or its
-        last entries are lost. newest_group_id: largest id in a recorded batch; new groups get larger ids."""
+        groups. `cursor`: position in the checkpoint, which replaces the journal's cursor if there is no journal or its
+        last entries are lost. `newest_group_id`: largest id in a recorded batch; new groups get larger ids."""
         place = None if self._journal is None else self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
             place = cursor
@@ -191,8 +191,8 @@ class RolloutController:
         self._tensors = {}
 
     def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step. on_scored: receives the number of trajectories in open groups that
-        have rewards. The first call passes the present number. Each later call passes only the increase. Raises
+        """Return the groups of the next train step. `on_scored`: receives the number of trajectories in open groups
+        that have rewards. The first call passes the present number. Each later call passes only the increase. Raises
         DeadlineExceeded if the worker makes no progress, and Stopped on a stop request; in both cases, the journal
         contains all reported tokens."""
         self._on_scored = on_scored
@@ -212,7 +212,7 @@ class RolloutController:
         return groups
 
     def run_until(self, is_over: Callable[[float], bool]) -> None:
-        """Wait for the end of a train step. In mode `async`, also process messages. is_over: a function that waits at
+        """Wait for the end of a train step. In mode `async`, also process messages. `is_over`: a function that waits at
         most the given number of seconds and returns whether the train step has ended."""
         begin_s = self.scheduler.running_s(self._now_s())
         while not is_over(0.0):

@@ -189,8 +189,8 @@ class EpisodePlayer:
     """The open episodes of one stream: of training, or of evaluations."""
 
     def __init__(self, setup: EpisodeSetup | None, sampling: SeededSampling) -> None:
-        """setup: None without multi-turn tasks. sampling: `max_new_tokens` limits a whole episode; each stream has its
-        own noise seed."""
+        """`setup`: None without multi-turn tasks. `sampling`: `max_new_tokens` limits a whole episode; each stream has
+        its own noise seed."""
         self._given, self._sampling, self._stream = setup, sampling, sampling.noise_seed
         self._tasks: Mapping[str, EpisodeRules] = {} if setup is None else setup.tasks
         self._open: dict[tuple[int, int], _Open] = {}
@@ -253,7 +253,7 @@ class EpisodePlayer:
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
         """Send the action of a finished turn to the environment, or return the episode if it is over. A turn that has
         reached `max_turn_tokens` is sent as it is, even if it has also reached the token limit of the episode. A turn
-        that only the limit of the episode or of the context has truncated is not sent. reason: why the engine ended
+        that only the limit of the episode or of the context has truncated is not sent. `reason`: why the engine ended
         the turn."""
         key, rules = _key(trajectory), self._tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))

@@ -41,7 +41,7 @@ class EvalRollout:
     """Generates trajectories on a worker that has no other leases at the same time."""
 
     def __init__(self, worker: WorkerClient, episodes: EpisodeSetup | None = None) -> None:
-        """episodes: setup of multi-turn episodes; None without multi-turn tasks."""
+        """`episodes`: setup of multi-turn episodes; None without multi-turn tasks."""
         self.worker, self._episodes = worker, episodes
 
     def rollout(

@@ -131,7 +131,7 @@ class ReplicaTransport(WorkerTransport):
         trace: LeaseTrace | None = None,
         restart: RestartRule | None = None,
     ) -> None:
-        """build: starts the engine of a replica. At the start of the run, the engine must serve `version`; after a
+        """`build`: starts the engine of a replica. At the start of the run, the engine must serve `version`; after a
         failure, `build` starts another engine. Raises the errors of `build`."""
         self._build, self._versions, self._version = build, versions, version
         self._trace, self._rule = trace or LeaseTrace(TraceWriter()), restart or RestartRule()

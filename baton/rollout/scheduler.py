@@ -43,7 +43,7 @@ class RolloutScheduler:
     def __init__(
         self, rules: Rules, *, version: int = 0, next_group_id: int = 0, num_batches: float = math.inf
     ) -> None:
-        """Start at `version`, which equals the number of batches delivered before. num_batches: number of batches in
+        """Start at `version`, which equals the number of batches delivered before. `num_batches`: number of batches in
         the whole run; it limits how many groups are opened."""
         self._most_groups = num_batches * rules.batch_groups
         self.rules = rules
@@ -210,7 +210,7 @@ class RolloutScheduler:
         yield from self._load_when_free()
 
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
-        """Discard a trajectory's tokens, and generate it again. cause: key of the tokens in `Ledger.lost`."""
+        """Discard a trajectory's tokens, and generate it again. `cause`: key of the tokens in `Ledger.lost`."""
         forgotten = trajectory.forget()
         self.ledger.lose(cause, forgotten)
         self.step.lost_tokens += forgotten

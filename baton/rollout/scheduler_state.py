@@ -161,7 +161,7 @@ class StepCounts:
     """[consumed trajectories] Number of tokens, and staleness of the oldest token."""
 
     def consume(self, group: TrackedGroup, masked_tokens: int, version: int) -> None:
-        """Count a delivered group. version: the trainer's version at delivery."""
+        """Count a delivered group. `version`: the trainer's version at delivery."""
         self.consumed_tokens += group.num_tokens
         self.masked_tokens += masked_tokens
         self.ages.append(version - group.opened_at)

@@ -69,11 +69,11 @@ class WorkerTransport(Protocol):
         return frozenset()
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the transport's metrics of a train step. values: the other metrics of this step."""
+        """Return the transport's metrics of a train step. `values`: the other metrics of this step."""
         return {}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Stop the worker. May be called twice. is_over: the run is complete, so remote workers do not reconnect."""
+        """Stop the worker. May be called twice. `is_over`: the run is complete, so remote workers do not reconnect."""
 
 
 STEPS = 8
@@ -87,7 +87,7 @@ class LocalTransport(WorkerTransport):
     """A worker in this process. The engine runs only during `receive`."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None, *, num_steps: int = 1) -> None:
-        """num_steps: maximum number of engine steps per call to `receive`."""
+        """`num_steps`: maximum number of engine steps per call to `receive`."""
         self.engine = engine
         self._trace, self._num_steps = trace or LeaseTrace(TraceWriter()), num_steps
         self._is_paused = False

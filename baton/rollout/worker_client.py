@@ -46,8 +46,8 @@ class WorkerClient:
         stop: StopRequest | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """stall_timeout_s: maximum time without progress. max_context_tokens: maximum context of the worker's engine;
-        None disables `check_room`."""
+        """`stall_timeout_s`: maximum time without progress. `max_context_tokens`: maximum context of the worker's
+        engine; None disables `check_room`."""
         self.transport, self.clock = transport, clock
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""
@@ -77,7 +77,7 @@ class WorkerClient:
         return lease_id
 
     def on_refused(self, trajectory: Trajectory, retry: Retry, most_leases: int) -> None:
-        """Count a refused lease. most_leases: largest number of leases that were active at the same time. The maximum
+        """Count a refused lease. `most_leases`: largest number of leases that were active at the same time. The maximum
         number of refusals is proportional to this number or to the number of slots, whichever is larger. The number of
         slots alone does not suffice, because a failed worker has no slots but still refuses its leases. Raises
         EngineFault after too many refusals in a row."""
@@ -111,13 +111,13 @@ class WorkerClient:
     ) -> Sequence[FromPort]:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 
-        beside: sockets of environments; the wait also ends when one of them is readable. If `beside` is empty or the
+        `beside`: sockets of environments; the wait also ends when one of them is readable. If `beside` is empty or the
         transport has no sockets, the wait ends after `SHORT_WAIT_S`. If `beside` is None, no event except a message can
         arrive during the wait, so the wait may last until `timeout_s`.
 
         Raises DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. Progress
         is any of three events: a message arrives, a counter of the engine changes, or the number of slots becomes zero
-        or stops being zero. names: names of the waiting trajectories, read only for the error.
+        or stops being zero. `names`: names of the waiting trajectories, read only for the error.
         """
         messages = self._messages(timeout_s, beside)
         is_empty, now_s = not self.transport.slots, self.clock()

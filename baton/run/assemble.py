@@ -646,7 +646,7 @@ def open_evaluator(
     default_samples: int = 1,
 ) -> Iterator[Evaluator]:
     """Load a model for evaluation only, as version `EVAL`, and open the tasks and scorers of a recipe. `choose` selects
-    the prompts. default_samples: number of responses to each prompt whose test set states no number."""
+    the prompts. `default_samples`: number of responses to each prompt whose test set states no number."""
     set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))

@@ -88,7 +88,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending: ExitStack) -> WarmStartReport:
-    """ending: closed if an error ends the warm start."""
+    """`ending`: closed if an error ends the warm start."""
     is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
     if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
         tokenizer = None if recipe.model is None else load_tokenizer(recipe.model.path)

@@ -97,7 +97,7 @@ class Simulation(BatchRecords):
         tracer: Tracer | None = None,
         make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler,
     ) -> None:
-        """has_restarts: whether the controller is restarted. Without restarts, the simulation needs no journal."""
+        """`has_restarts`: whether the controller is restarted. Without restarts, the simulation needs no journal."""
         self.setting, self.rules, self.clock = setting, setting.rules, VirtualClock()
         self.script = Script(setting.work, seed, self.rules.batch_groups, self.rules.group_size)
         self.record = RunRecord()

@@ -187,8 +187,8 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def computed_squared(self) -> float:
-        """Sum of (prompt + output)² over a batch, as a measure of the trainer's pairs of tokens in attention. Pairs of
-        two tokens of a shared prompt count once in a group."""
+        """Sum of (prompt + output)² over a batch, as a measure of the trainer's pairs of tokens in attention. A pair
+        whose two tokens belong to a shared prompt counts once per group."""
         repeated = self.num_trajectories - self.groups if self.shares_prompts else 0
         return self.num_trajectories * self.trajectory_squared - repeated * self.prompt.moment(2)
 

@@ -146,7 +146,7 @@ class Denied(BatonError):
     def __init__(
         self, status: Literal[401, 403], reason: str, name: str | None = None, *, is_final: bool = True
     ) -> None:
-        """is_final: False if the token itself is not refused, so that a later request may succeed."""
+        """`is_final`: False if the token itself is not refused, so that a later request may succeed."""
         super().__init__(f"{status}: {reason}")
         self.status, self.reason, self.name, self.is_final = status, reason, name, is_final
 
@@ -281,7 +281,7 @@ class Authenticator:
     """Identifies the sender of a request by its access token. Reads the token file again when the file changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the token file. Raises UserError if the file is missing or invalid. is_own: True if the file contains
+        """Read the token file. Raises UserError if the file is missing or invalid. `is_own`: True if the file contains
         the tokens of workers that the run itself starts."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None

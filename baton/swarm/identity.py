@@ -21,17 +21,17 @@ class WorkerKeys:
     """Issues and recognises the keys of one run's workers."""
 
     def __init__(self, secret: bytes) -> None:
-        """secret: random bytes that belong to the run and that workers do not know."""
+        """`secret`: random bytes that belong to the run and that workers do not know."""
         self._secret = blake3(secret, derive_key_context="baton 2026 keys of workers").digest()
 
     def issue(self, token: str) -> str:
-        """Return a key for a new worker. token: the digest of the worker's token."""
+        """Return a key for a new worker. `token`: the digest of the worker's token."""
         nonce = secrets.token_hex(8)
         return f"{nonce}.{self._hash('key', token, nonce)}"
 
     def worker(self, token: str, key: str) -> str | None:
-        """Return the id of the worker that holds `key`, or None if the hub has not issued `key` for this token. token:
-        the digest of the worker's token."""
+        """Return the id of the worker that holds `key`, or None if the hub has not issued `key` for this token.
+        `token`: the digest of the worker's token."""
         nonce, _, told = key.partition(".")
         if not hmac.compare_digest(told.encode(), self._hash("key", token, nonce).encode()):
             return None

@@ -50,8 +50,8 @@ class ReportCheck(Protocol):
     """Checks a report for errors that no correct worker makes, as `verification.checks.check_report` does."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
-        """Return a sentence that names the error of a report, or None if the report has no such error. lease: the lease
-        as the hub granted it. grown: the lease's trajectory before the report."""
+        """Return a sentence that names the error of a report, or None if the report has no such error. `lease`: the
+        lease as the hub granted it. `grown`: the lease's trajectory before the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class LeaseBroker:
     """Holds the tokens of all leases and translates messages between the lease table, workers and the controller."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, trace: LeaseTrace | None = None) -> None:
-        """trace: records the leases of each worker and the versions that it has fetched."""
+        """`trace`: records the leases of each worker and the versions that it has fetched."""
         self.table, self.pace = table, ThroughputTracker()
         self.clock, self._check, self._trace = clock, check, trace or LeaseTrace(TraceWriter())
         self._tasks: dict[int, _Task] = {}
@@ -178,13 +178,13 @@ class LeaseBroker:
     # ---- from workers ------------------------------------------------------------------------------------------------
 
     def join(self, event: ev.WorkerJoined, name: str = "") -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: the worker's name in the trace."""
+        """Handle a worker that is ready. `name`: the worker's name in the trace."""
         self._names[event.worker], self._served[event.worker] = name, (None, event.at_s)
         return self.handle(event)
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """Record a message of a worker. version: number of the version that the worker serves; None if this version is
-        not of the run's lineage, or the worker is not connected."""
+        """Record a message of a worker. `version`: number of the version that the worker serves; None if this version
+        is not of the run's lineage, or the worker is not connected."""
         before, since_s = self._served.get(worker, (version, 0.0))
         if version is not None and version != before:
             now_s = self.clock()

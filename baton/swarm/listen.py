@@ -73,7 +73,7 @@ class ListenAddress:
         return "http" if self.certificate is None else "https"
 
     def url(self, port: int | None = None) -> str:
-        """Return the hub's URL. port: the port that was assigned, if port 0 was requested."""
+        """Return the hub's URL. `port`: the port that was assigned, if port 0 was requested."""
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
@@ -154,7 +154,7 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
     """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; return None
     for http.
 
-    ca: PEM file with certificates to trust instead of those that this machine trusts, for example if the hub's
+    `ca`: PEM file with certificates to trust instead of those that this machine trusts, for example if the hub's
     certificate is self-signed. Raises UserError if the file cannot be used.
     """
     if URL(url).scheme != "https":

@@ -48,8 +48,8 @@ class LocalWorkers:
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """Start a worker for each token file. The token file's name is also the name of the worker and of its log file.
-        listen, port: address of the hub. directory: directory of the log files. environments: environment variables of
-        each worker, in the order of the token files, in addition to those of this process."""
+        listen, port: address of the hub. `directory`: directory of the log files. `environments`: environment variables
+        of each worker, in the order of the token files, in addition to those of this process."""
         fingerprint = listen.fingerprint()
         secured = ["--insecure"] if fingerprint is None else ["--fingerprint", fingerprint]
         options = ["--threads", "1", "--device", device, "--tied"]

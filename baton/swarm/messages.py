@@ -160,8 +160,8 @@ FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 
 def max_report_tokens(routing_bytes: int, max_kept: int) -> int:
-    """Return the maximum number of tokens in a report that fits in a frame. routing_bytes: bytes of `Segment.routing`
-    per token. max_kept: maximum number of ids in `Segment.kept` per token."""
+    """Return the maximum number of tokens in a report that fits in a frame. `routing_bytes`: bytes of `Segment.routing`
+    per token. `max_kept`: maximum number of ids in `Segment.kept` per token."""
     # 2^14 bytes: the names of the fields in 64 segments. 20 bytes: id, logprob, and the lengths of routing and kept
     return (MAX_FRAME_BYTES - 2**14) // (20 + routing_bytes + 4 * max_kept)
 

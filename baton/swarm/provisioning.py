@@ -89,7 +89,7 @@ class ThroughputTracker:
     workers have served."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
-        """Record a finished trajectory. busy_since_s: start of the current period in which workers have leases."""
+        """Record a finished trajectory. `busy_since_s`: start of the current period in which workers have leases."""
         self.gaps_s.append(max(0.0, now_s - max(self.last_s, busy_since_s)))
         self.last_s = now_s
 
@@ -99,7 +99,7 @@ class ThroughputTracker:
         return len(gaps) / max(1e-6, sum(gaps)) if len(gaps) > 1 else 0.0
 
     def serve(self, now_s: float, served: Iterable[int | None]) -> None:
-        """Update `broadcast_s`. served: version number of each connected worker; None if it serves no version."""
+        """Update `broadcast_s`. `served`: version number of each connected worker; None if it serves no version."""
         slowest = min((-1 if number is None else number for number in served), default=-1)
         for number in [n for n in self.announced if n <= slowest]:
             self.broadcast_s = now_s - self.announced.pop(number)

@@ -58,7 +58,7 @@ class SwarmSettings(Settings):
         return self.heartbeat_timeout_s / 6
 
     def lease_rules(self, *, restarts: bool) -> LeaseRules:
-        """Return the rules of the lease table. restarts: value of `LeaseRules.restarts`."""
+        """Return the rules of the lease table. `restarts`: value of `LeaseRules.restarts`."""
         return LeaseRules(
             restarts=restarts,
             heartbeat_timeout_s=self.heartbeat_timeout_s,

@@ -16,7 +16,7 @@ class TemporaryDirectories:
     """Creates directories, and records their paths in a file for the next hub process."""
 
     def __init__(self, notes: Path) -> None:
-        """Remove the directories that an earlier process of the run has left. notes: file with their paths."""
+        """Remove the directories that an earlier process of the run has left. `notes`: file with their paths."""
         self._notes = notes
         self._directories: list[Path] = []
         if notes.exists():

@@ -52,8 +52,8 @@ class SwarmTransport(WorkerTransport):
         scratch: TemporaryDirectories,
         no_worker_timeout_s: float = 0.0,
     ) -> None:
-        """workers: supervisors of the workers that the run has started. scratch: directories that `close` removes.
-        no_worker_timeout_s: maximum number of seconds that a run waits while no worker is connected."""
+        """`workers`: supervisors of the workers that the run has started. `scratch`: directories that `close` removes.
+        `no_worker_timeout_s`: maximum number of seconds that a run waits while no worker is connected."""
         self.hub, self._members, self._no_worker_timeout_s = hub, hub.members, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch

@@ -222,8 +222,9 @@ def _write_steps(writer: BitWriter, steps: Words) -> None:
 
 
 def _read_steps(reader: BitReader, count: int, word: int) -> Words:
-    """Read `count` differences. One byte states the number of bits of each difference. Lists of the differences that
-    have bit 1, bit 2, … would take 8 bytes per entry, and damaged data can give every difference all bits of a word."""
+    """Read `count` differences. The function keeps the number of bits of each difference in one byte. Lists of the
+    differences that have bit 1, bit 2, … would take 8 bytes per entry, and damaged data can give every difference all
+    bits of a word."""
     is_negative = reader.bits(count) == 1
     num_low = np.zeros(count, np.uint8)
     rest: NDArray[Any] = np.arange(count, dtype=np.int32)

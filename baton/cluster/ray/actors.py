@@ -198,7 +198,7 @@ class RankActor:
     """An actor that runs one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
     def __init__(self, info: bytes, directory: str, address: str) -> None:
-        """info: encoded RankInfo without its host. directory: the controller's working directory, on a shared file
+        """`info`: encoded RankInfo without its host. `directory`: the controller's working directory, on a shared file
         system."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
@@ -248,7 +248,7 @@ class RewardActor:
     """An actor that holds a reward model. Its methods share one event loop, and scoring a batch blocks this loop."""
 
     def __init__(self, directory: str, gpu: int) -> None:
-        """directory: the controller's working directory; relative paths of models refer to it. gpu: index of the
+        """`directory`: the controller's working directory; relative paths of models refer to it. `gpu`: index of the
         actor's GPU among the GPUs that the actor sees."""
         import torch
 

@@ -35,7 +35,7 @@ class RayRanks:
     """Implements `Ranks` with Ray actors. If an actor ends, Ray reports this immediately."""
 
     def __init__(self, cluster: RayCluster, specs: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
-        """Start the actors. machines: name in the plan → machine. Raises RankLost if an actor cannot start."""
+        """Start the actors. `machines`: name in the plan → machine. Raises RankLost if an actor cannot start."""
         self._cluster, self._specs = cluster, list(specs)
         self._is_here = machines[specs[0].machine].id == cluster.here
         self._actors: list[Any] = []
@@ -113,7 +113,7 @@ class RayRanks:
                 )
 
     def _gather(self, call: Callable[[], list[Any]], what: str, timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks; messages are decoded. call: calls the ranks' actors, and returns the Ray
+        """Return the answers of all ranks; messages are decoded. `call`: calls the ranks' actors, and returns the Ray
         futures. If a rank is lost or does not answer, close all actors and raise the same errors as `Ranks.ask`."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}

@@ -48,7 +48,7 @@ class RayReplicas:
         direct: DirectTransfer,
         log: Callable[[str], None],
     ) -> None:
-        """machines: function that returns the current machines of the cluster by their names in the plan."""
+        """`machines`: function that returns the current machines of the cluster by their names in the plan."""
         self.direct = direct
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._begun: dict[int, _RayReplica] | None = None
@@ -71,7 +71,7 @@ class RayReplicas:
         return actor
 
     def close(self) -> None:
-        """End all waits for machines, and all actors."""
+        """Cancel all waits for machines, and end all actors."""
         self._closed.set()
         with ExitStack() as closing:
             for actor in self._actors:
@@ -101,7 +101,7 @@ class _Further:
     call of this actor: its start, or a check."""
 
     def __init__(self, name: str, actor: Any, started: Any) -> None:
-        """started: future of the actor's start."""
+        """`started`: future of the actor's start."""
         self.name, self.actor, self.future = name, actor, started
         self.left_s, self.again_s = time_left(START_TIMEOUT_S + START_DEADLINE_S), time_left(_CHECK_S)
 
@@ -229,7 +229,7 @@ class _RayReplica(RemoteReplica):
 
 
 def _start_of_node(start: Start, rank: int, num_machines: int, host: str) -> Start:
-    """Return the message for one machine of a replica on several machines. host: address of the first machine."""
+    """Return the message for one machine of a replica on several machines. `host`: address of the first machine."""
     vllm, node = start.settings["vllm"], {"nnodes": num_machines, "node_rank": rank, "master_addr": host}
     settings = {**start.settings, "vllm": {**vllm, "arguments": {**vllm["arguments"], **node}}}
     return msgspec.structs.replace(start, settings=settings)

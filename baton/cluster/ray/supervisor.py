@@ -426,7 +426,7 @@ def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[st
 
 
 def worker_gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
-    """Return `WorkerArguments.gpus` of a worker. ranks: for each rank, the environment variable that restricts a
+    """Return `WorkerArguments.gpus` of a worker. `ranks`: for each rank, the environment variable that restricts a
     process to the rank's GPU. Without ranks on its GPUs, a worker needs arguments only if it does not request the
     resource `GPU`, because its actor then sees all GPUs of the machine."""
     if not spec.ranks and spec.gpu != CPU and "GPU" not in spec.resources:

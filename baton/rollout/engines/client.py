@@ -86,8 +86,8 @@ class EngineClient(ABC):
     """Base class of clients: sends requests from an event loop in a thread. One thread calls all public methods."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
-        """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
-        call. close_s: `close` waits at most this number of seconds for `_stop`, and again at most this number of
+        """Start the thread of the event loop. `name`: name of the program in messages. `answer_timeout_s`: timeout of
+        each call. `close_s`: `close` waits at most this number of seconds for `_stop`, and again at most this number of
         seconds for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
@@ -183,7 +183,7 @@ class EngineClient(ABC):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine in the event loop and return its result. what: name of the call in error messages. Raises
+        """Run a coroutine in the event loop and return its result. `what`: name of the call in error messages. Raises
         DeadlineExceeded after `timeout_s`, and EngineFault if the coroutine fails or the program exits."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s

@@ -76,8 +76,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         version: PolicyVersion,
         clock: Clock = time.monotonic,
     ) -> None:
-        """client: client of a program that serves `version` and can run `settings.slots` requests at once. read_base:
-        reads the tensors of the base model; required if versions are adapters."""
+        """`client`: client of a program that serves `version` and can run `settings.slots` requests at once.
+        `read_base`: reads the tensors of the base model; required if versions are adapters."""
         super().__init__(settings, version, skeleton.end_ids, skeleton.text)
         self._client, self._skeleton, self._settings = client, skeleton, settings
         self._weights = WholeWeights(skeleton.model, read_base)

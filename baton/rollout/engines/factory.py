@@ -29,8 +29,8 @@ def engine_of_model(
 ) -> Engine:
     """Build an engine that serves a model as `version`.
 
-    direct: how later versions are transferred from the trainer's memory to an engine of kind `vllm`. With None, later
-    versions are transferred as files. sleeps: whether engine and trainer use the same devices alternately. Raises
+    `direct`: how later versions are transferred from the trainer's memory to an engine of kind `vllm`. With None, later
+    versions are transferred as files. `sleeps`: whether engine and trainer use the same devices alternately. Raises
     UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
@@ -60,8 +60,8 @@ def engine_from_skeleton(
     """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
     loaded.
 
-    base: tensors of the base model if versions are adapters, else None. The directory may be deleted after this call.
-    sleeps: as in `engine_of_model`.
+    `base`: tensors of the base model if versions are adapters, else None. The directory may be deleted after this call.
+    `sleeps`: as in `engine_of_model`.
     Raises UserError if the engine does not support the model, or if a package is missing.
     """
     read_base = None if base is None else lambda: base
@@ -86,7 +86,7 @@ def chosen(
     """Return the run's engine settings, changed by the overrides of this machine's user. Raises UserError for an
     invalid override.
 
-    kind: engine kind to use instead of the recipe's. options: strings `key=value`, such as `tensor_parallel=2`, for
+    `kind`: engine kind to use instead of the recipe's. `options`: strings `key=value`, such as `tensor_parallel=2`, for
     keys in the section of this engine kind.
     """
     kind = kind or settings.kind
@@ -126,7 +126,7 @@ def check_source(settings: EngineSettings, own: Collection[str]) -> None:
     variable of this machine, or arguments of vLLM, which can run code. Only the user of this machine may set these
     keys.
 
-    own: keys that are not checked, because they were set by the user of this machine or by a run that this user
+    `own`: keys that are not checked, because they were set by the user of this machine or by a run that this user
     started.
     """
     url, arguments = settings.sglang.url, settings.vllm.arguments

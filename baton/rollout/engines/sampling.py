@@ -41,8 +41,8 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a uniform random number in [0, 1), with 53 random bits, for each row. keys: [W] results of `noise_key`.
-    positions: [W] number of tokens after the prompt."""
+    """Return a uniform random number in [0, 1), with 53 random bits, for each row. `keys`: [W] results of `noise_key`.
+    `positions`: [W] number of tokens after the prompt."""
     bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -86,7 +86,7 @@ class RowParams:
 
 
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
-    """Convert the sampling parameters of all rows to tensors. params: one element per row, None for an empty row."""
+    """Convert the sampling parameters of all rows to tensors. `params`: one element per row, None for an empty row."""
     if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
         return RowParams()
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]

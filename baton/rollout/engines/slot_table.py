@@ -1,4 +1,4 @@
-"""`SlotTable`, which all engines use: assigns leases to slots, detects when a lease ends, and creates reports.
+"""`SlotTable`, which all engines use, assigns leases to slots, detects when a lease ends, and creates reports.
 
 In each step, the engine takes newly admitted leases from the table, computes one token per running lease, and returns
 the tokens to the table. This file does not import torch. A lease in a slot is called a row, because it is one row of
@@ -58,7 +58,7 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces. ids: all ids from the start of the prompt. before: key of the previous
+    """Return the keys of successive pieces. `ids`: all ids from the start of the prompt. `before`: key of the previous
     piece."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)

@@ -75,7 +75,7 @@ class WholeWeights:
     """
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
-        """model: a model of the same architecture, possibly on the meta device: only names and shapes are used."""
+        """`model`: a model of the same architecture, possibly on the meta device: only names and shapes are used."""
         self._model = model
         self.on_host = True
         """Whether `whole` moves the tensors to host memory; otherwise the tensors stay on their device."""

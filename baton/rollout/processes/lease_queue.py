@@ -66,7 +66,7 @@ class LeaseQueue:
         return found
 
     def _home(self, lease: Lease, least: int) -> int:
-        """Return the engine that gets a lease. least: the least busy engine."""
+        """Return the engine that gets a lease. `least`: the least busy engine."""
         name, is_begun = lease.trajectory.name, lease.trajectory.num_tokens > 0
         home = self._homes.pop(name, least) if is_begun else least
         if not returns_home(len(self.leases[home]), len(self.leases[least]), self._slots[home]):

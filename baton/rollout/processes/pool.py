@@ -89,7 +89,7 @@ class EnginePool(WorkerTransport):
         timeout_s: float,
         trace: LeaseTrace | None = None,
     ) -> None:
-        """Start the processes and wait until all of them serve the version that `start` names. timeout_s: maximum
+        """Start the processes and wait until all of them serve the version that `start` names. `timeout_s`: maximum
         number of seconds until all processes serve a new version. Raises EngineFault or UserError if a process fails,
         and DeadlineExceeded after `timeout_s`."""
         self._slots = start.engine_settings().slots

@@ -57,7 +57,7 @@ class Hub:
     # ---- from other threads ------------------------------------------------------------------------------------------
 
     def start(self, routes: Iterable[web.RouteDef] = ()) -> int:
-        """Start to listen and return the port. routes: plain HTTP routes. Raises UserError if this fails."""
+        """Start to listen and return the port. `routes`: plain HTTP routes. Raises UserError if this fails."""
         self._app.add_routes(routes)
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
@@ -79,7 +79,7 @@ class Hub:
             raise self._fault
 
     def stop(self, *, is_over: bool = False) -> None:
-        """Disconnect all workers and end the thread. May be called twice. is_over: workers must not reconnect."""
+        """Disconnect all workers and end the thread. May be called twice. `is_over`: workers must not reconnect."""
         with suppress(RuntimeError):  # the loop has already ended
             if is_over:
                 self._loop.call_soon_threadsafe(self._do, self.members.announce_end)

@@ -63,7 +63,7 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
+        """`weight`: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
         token of this name."""
         self.welcome, self.broker, self.verifier = welcome, broker, verifier
         # texts of workers are in these lines, also in errors of the decoder
@@ -263,7 +263,7 @@ class Membership:
             self.send(peer.number, messages.RunOver())
 
     def tick(self, delay_s: float) -> None:
-        """Check access tokens, quarantines and time limits of all workers. delay_s: delay of this tick in seconds."""
+        """Check access tokens, quarantines and time limits of all workers. `delay_s`: delay of this tick in seconds."""
         for peer in list(self.peers.values()):
             denied = self._access.recheck(peer.grant, peer.worker, peer.address)
             if denied is not None:

@@ -98,6 +98,6 @@ class HubSession:
                 return "fault", 500
 
     def close(self, *, is_stopping: bool) -> None:
-        """Handle the end of the connection. is_stopping: True if the connection ends because the hub stops."""
+        """Handle the end of the connection. `is_stopping`: True if the connection ends because the hub stops."""
         if self.peer is not None and self.peer.outgoing is self._outgoing:
             self._members.connection_lost(self.peer, is_stopping=is_stopping)

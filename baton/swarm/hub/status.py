@@ -125,7 +125,7 @@ def prometheus(status: HubStatus) -> str:
 
 
 def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label: str = "") -> Metric:
-    """Return a Prometheus gauge. samples: one value or, with `label`, a mapping from label values to values."""
+    """Return a Prometheus gauge. `samples`: one value or, with `label`, a mapping from label values to values."""
     if not isinstance(samples, Mapping):
         return GaugeMetricFamily(f"baton_{name}", meaning, value=samples)
     gauge = GaugeMetricFamily(f"baton_{name}", meaning, labels=[label])

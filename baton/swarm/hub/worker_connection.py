@@ -29,7 +29,7 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """on_sent: called with the size in bytes of each sent frame. delay_s: returns the seconds by which the last
+        """`on_sent`: called with the size in bytes of each sent frame. `delay_s`: returns the seconds by which the last
         received frame must be delayed."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s

@@ -53,10 +53,9 @@ def check_report(
 ) -> str | None:
     """Return a sentence that names the violation in a report, or None if a correct worker may have sent the report.
 
-    grown: the lease's unfinished trajectory before the report; the report's tokens follow its last token.
-    newest_version: number of the newest published version. text: function that decodes token ids to text that includes
-    special tokens; called only if the lease has stop strings.
-    """
+    `grown`: the lease's unfinished trajectory before the report; the report's tokens follow its last token.
+    `newest_version`: number of the newest published version. `text`: function that decodes token ids to text that
+    includes special tokens; called only if the lease has stop strings."""
     # number of tokens after the prompt at which the trajectory ends because of its length
     budget = min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
     num_new = sum(len(segment.token_ids) for segment in report.segments)

@@ -253,7 +253,7 @@ class VerificationPolicy:
     """Selects which trajectories of a run are checked, and decides from the results which workers are quarantined."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
-        """secret: random bytes that belong to the run and that workers do not know. After a restart with the same
+        """`secret`: random bytes that belong to the run and that workers do not know. After a restart with the same
         secret, the random selection gives the same results."""
         self.num_unchecked = 0
         """Number of trajectories that were selected for a check, but could not be checked completely."""
@@ -376,7 +376,7 @@ class VerificationPolicy:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
-        """Count a finished trajectory, and return whether to check it. turn: number of tokens before the trajectory's
+        """Count a finished trajectory, and return whether to check it. `turn`: number of tokens before the trajectory's
         last turn. Each turn is selected independently, because a worker may notice that a turn was held back."""
         account = self._of(author.worker)
         self._owners.setdefault(name, {})[author.worker] = None

@@ -88,9 +88,9 @@ class Quarantine:
         return None
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. name: the id or the label of one worker, or the name of
-        an access token to select all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this
-        name."""
+        """End quarantines, and return the ids of the workers. `name`: the id or the label of one worker, or the name of
+        an access token to select all its workers. `at`: Unix seconds. Raises UserError if no quarantined worker has
+        this name."""
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:
@@ -136,8 +136,8 @@ def _names(one: QuarantineRecord) -> tuple[str, ...]:
 
 
 def unquarantine(run: Path, name: str) -> tuple[str, ...]:
-    """End the quarantine of workers of a run, record this in the audit log, and return the ids of the workers. name: as
-    in `Quarantine.lift`. Raises UserError if the run has no quarantined workers with this name."""
+    """End the quarantine of workers of a run, record this in the audit log, and return the ids of the workers. `name`:
+    as in `Quarantine.lift`. Raises UserError if the run has no quarantined workers with this name."""
     if not run.is_dir():
         raise UserError(f"the directory {run} does not exist: give the directory of a run, such as runs/NAME")
     kept = run / "quarantine.jsonl"

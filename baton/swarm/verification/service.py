@@ -73,8 +73,8 @@ class VerificationService:
         clock: Clock = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
-        """make_scorer: creates the scorer, in the service's thread, before the first check. keep_versions: number of
-        versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches. tracer: receives
+        """`make_scorer`: creates the scorer, in the service's thread, before the first check. `keep_versions`: number
+        of versions kept for scoring; 0 disables scoring. `noise_seed`: the seed of training batches. `tracer`: receives
         a span for each computation."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.num_checked: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class VerificationService:
         verification_policy.restore(record.worker for record in quarantine.records)
 
     def attach(self, client: VerificationClient, call: Callable[[Callable[[], object]], object]) -> None:
-        """Set the client that executes commands; must be called first. call: runs an action in the hub's thread."""
+        """Set the client that executes commands; must be called first. `call`: runs an action in the hub's thread."""
         self._client, self._call = client, call
 
     # ---- from the controller and the publisher -----------------------------------------------------------------------
@@ -134,7 +134,7 @@ class VerificationService:
 
     def tick(self, delay_s: float = 0.0) -> None:
         """Apply the deadlines of checks, and readmit workers whose quarantine a user has lifted since the last tick.
-        delay_s: number of seconds by which this tick of the hub is late."""
+        `delay_s`: number of seconds by which this tick of the hub is late."""
         if lifted := self.quarantine.follow():
             self._handle_event(policy.QuarantineLifted(lifted))
         self._handle_event(policy.VerificationTick(self._clock(), delay_s))

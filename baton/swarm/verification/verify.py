@@ -136,7 +136,7 @@ class VerificationResult(msgspec.Struct, frozen=True):
 def judge(
     scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: float = math.inf
 ) -> VerificationResult:
-    """Check one trajectory. scores: the rescored tokens of the trajectory, one element per policy version.
+    """Check one trajectory. `scores`: the rescored tokens of the trajectory, one element per policy version.
 
     first, end: only the tokens at the positions `first` … `end` − 1 are checked, because other workers generated the
     other tokens.
@@ -281,7 +281,7 @@ class Calibration:
     """Estimates the tolerances of worker classes from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: observed tokens before a class is calibrated. sample: maximum number of values per class."""
+        """`min_tokens`: observed tokens before a class is calibrated. `sample`: maximum number of values per class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
@@ -356,7 +356,7 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
     """Return the reason why untrusted workers of a class are refused, or None if they are accepted. Untrusted workers
     are refused if the sampling of their engine cannot be checked.
 
-    kind: the recipe's `engine.kind`. Workers with an engine of this kind are accepted even if its sampling cannot be
+    `kind`: the recipe's `engine.kind`. Workers with an engine of this kind are accepted even if its sampling cannot be
     checked.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:

@@ -113,7 +113,7 @@ class EngineDriver:
         self._engine.submit(lease)
 
     def _taken(self, messages: list[FromWorker], carried: frozenset[int] = frozenset()) -> list[FromWorker]:
-        """Add reported tokens to the leases, and omit messages about discarded leases. carried: aborted leases that
+        """Add reported tokens to the leases, and omit messages about discarded leases. `carried`: aborted leases that
         this worker will resume, so their reports must not say that the lease is aborted."""
         found = []
         for message in messages:

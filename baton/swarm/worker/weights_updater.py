@@ -30,8 +30,8 @@ class WeightsUpdater:
         on_event: Callable[[vs.Event], None],
         say: Callable[[str], None],
     ) -> None:
-        """source: function that returns the source of weights at a relay's URL or, for None, at the hub. near: sources
-        that are tried first."""
+        """`source`: function that returns the source of weights at a relay's URL or, for None, at the hub. `near`:
+        sources that are tried first."""
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._on_event, self._say = on_event, say
@@ -45,7 +45,7 @@ class WeightsUpdater:
         return await in_thread(call, timeout_s=FETCH_DEADLINE_S + 60.0, who="a source of weights")
 
     def fetch(self, version: PolicyVersion, want: Want) -> None:
-        """Start to fetch a version, unless the updater is closed. want: the last announcement (with relay URLs)."""
+        """Start fetching a version, unless the updater is closed. `want`: the last announcement, with relay URLs."""
         if self._is_closed:  # called by a timer of `VersionSync`, or after the engine's last switch
             return
         task = asyncio.create_task(self._fetch(version, want))

@@ -139,7 +139,7 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. like: keys and values of a prefill, with the same `kv_heads`, `head_dim` and dtype."""
+        """Allocate the slots. `like`: keys and values of a prefill, with the same `kv_heads`, `head_dim` and dtype."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Number of positions per slot."""
@@ -165,7 +165,7 @@ class SlotCache(Cache):
             layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (layer.slot_keys, layer.slot_values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
-        """Select the slots below `width` and the positions below `kv_length`. positions_W: position of each row's new
+        """Select the slots below `width` and the positions below `kv_length`. `positions_W`: position of each row's new
         token."""
         window = self.window
         if window.width != width:
@@ -209,7 +209,7 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
     """Return the cache for one prefill. The cache's first `length` positions have the keys and values of earlier
     pieces.
 
-    pasts: for each row, the pieces before the row's new tokens. If `pasts` has fewer elements than `rows`, the
+    `pasts`: for each row, the pieces before the row's new tokens. If `pasts` has fewer elements than `rows`, the
     remaining rows have no earlier pieces. In each row, the positions from the end of its pieces up to `length` are zero
     and must be masked.
     """
@@ -264,7 +264,7 @@ class Masks:
     def additive(self, query_Q1: Tensor, kv: Tensor | int) -> Tensor | dict[str, Tensor]:
         """Return additive masks [..., Q, K] for query positions [..., Q, 1]: 0 where attention is allowed, else -inf.
 
-        kv: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1.
+        `kv`: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1.
 
         The masks are not boolean, because eager attention adds the mask to the scores.
         """

@@ -60,8 +60,8 @@ class EmbeddedEngine(SlotEngine):
     ) -> None:
         """Allocate the slots on the device of the model.
 
-        model: must have the dtype `settings.dtype`. The engine owns the model, because `load_weights` overwrites the
-        model's parameters. end_ids: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises
+        `model`: must have the dtype `settings.dtype`. The engine owns the model, because `load_weights` overwrites the
+        model's parameters. `end_ids`: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises
         UserError for a model without an ordinary KV cache.
         """
         dtype = str(model.dtype).removeprefix("torch.")
@@ -160,7 +160,7 @@ class EmbeddedEngine(SlotEngine):
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
         """Return the pieces to prefill next: in each chain, the first piece that is not kept. The result is grouped by
-        prefill shape, and maps each piece to the pieces before it. chains: the pieces of each row, in order."""
+        prefill shape, and maps each piece to the pieces before it. `chains`: the pieces of each row, in order."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):

@@ -89,9 +89,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths_W: Tensor, scale
     """Return the attention [W, heads, head_dim] of one query per row over the first `lengths_W` positions of the row's
     slot.
 
-    query: [W, heads, head_dim]. keys, values: [slots, length, kv_heads, head_dim], contiguous. query, keys and values
-    are bfloat16 on the CPU, and `length` and `head_dim` are multiples of `LANES`. lengths_W: int32. window: number of
-    last positions that a query attends to; 0 means all positions.
+    `query`: [W, heads, head_dim]. `keys`, `values`: [slots, length, kv_heads, head_dim], contiguous. query, keys and
+    values are bfloat16 on the CPU, and `length` and `head_dim` are multiples of `LANES`. `lengths_W`: int32. `window`:
+    number of last positions that a query attends to; 0 means all positions.
     """
     width, heads, dim = query.shape
     _, length, kv_heads, _ = keys.shape

@@ -38,8 +38,8 @@ class LengthClasses:
     """The classes of a decode step."""
 
     def __init__(self, kv_lengths: Sequence[int], values_per_position: int) -> None:
-        """Start with one class. kv_lengths: allowed numbers of positions that a class may scan, ascending.
-        values_per_position: kv_heads × head_dim."""
+        """Start with one class. `kv_lengths`: allowed numbers of positions that a class may scan, ascending.
+        `values_per_position`: kv_heads × head_dim."""
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
         """All pairs (i, j) with i ≤ j. Each pair defines three classes: the first scans `kv_lengths[i]` positions, the
@@ -52,7 +52,7 @@ class LengthClasses:
 
     def ranges(self, length_W: Ints) -> list[SlotRange]:
         """Return the slots and the number of scanned positions of each class. The result is empty if classes save
-        nothing. length_W: number of positions that the row of each slot attends to."""
+        nothing. `length_W`: number of positions that the row of each slot attends to."""
         ends = [*(end for end in self.ends if end < len(length_W)), len(length_W)]
         longest = np.maximum.reduceat(length_W, [0, *ends[:-1]])
         lengths = self._kv_lengths[np.searchsorted(self._kv_lengths, longest)].tolist()

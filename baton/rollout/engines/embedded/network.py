@@ -95,7 +95,7 @@ class Network:
     def __init__(
         self, model: PreTrainedModel, slots: int, max_context_tokens: int, *, attends_by_row: bool = False
     ) -> None:
-        """Allocate the slots. Raises UserError for a model that does not work with this KV cache. attends_by_row:
+        """Allocate the slots. Raises UserError for a model that does not work with this KV cache. `attends_by_row`:
         whether each row attends only over its own length (`row_attention.py`); a decode step then always receives the
         whole cache."""
         self._attends_by_row = attends_by_row
@@ -140,7 +140,7 @@ class Network:
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
         """Compute the keys and values of up to `PrefillShape.rows` sequences that all have the same `prefill_shape`.
-        pasts: for each sequence, the keys and values of the ids before it; empty if all begin at position 0."""
+        `pasts`: for each sequence, the keys and values of the ids before it; empty if all begin at position 0."""
         shape = prefill_shape(len(ids[0]), sum(piece.num_tokens for piece in pasts[0]) if pasts else 0)
         assert len(ids) <= shape.rows, f"cannot prefill {len(ids)} sequences in {shape.rows} rows"
         if shape not in self.prefill_rows:
@@ -178,8 +178,8 @@ class Network:
             return prefixes(cache, past, [len(row) for row in ids])
 
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Run the model on one id for each of the lowest W slots, and return the logits [W, V]. position_W: position of
-        each id in its slot. kv_length: number of positions to scan; classes of shorter rows scan fewer."""
+        """Run the model on one id for each of the lowest W slots, and return the logits [W, V]. `position_W`: position
+        of each id in its slot. `kv_length`: number of positions to scan; classes of shorter rows scan fewer."""
         classes = self.classes
         ranges = classes.ranges(position_W.numpy() + 1) if classes is not None and classes.ends else ()
         return self.decode_ranges(ids_W, position_W, kv_length, ranges)

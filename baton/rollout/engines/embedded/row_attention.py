@@ -48,7 +48,7 @@ class Rows:
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of a decode step over the slots 0 to W − 1, in order. position_W: positions of the new
+        """Return the rows of a decode step over the slots 0 to W − 1, in order. `position_W`: positions of the new
         tokens."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
@@ -80,8 +80,8 @@ def _attention(
     rows: Rows | Sequence[SlotRange] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention, with the signature that transformers requires. query: [W, heads, 1, head_dim]. key, value: [W,
-    kv_heads, L, head_dim]. Without `rows`, use `sdpa`."""
+    """Compute attention, with the signature that transformers requires. `query`: [W, heads, 1, head_dim]. key, value:
+    [W, kv_heads, L, head_dim]. Without `rows`, use `sdpa`."""
     if rows is None or any(kwargs.get(name) is not None for name in _FOREIGN):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return found
@@ -115,7 +115,7 @@ def _attention(
 def attend_by_class(
     module: Module, states: tuple[Tensor, Tensor, Tensor, Tensor | None], ranges: Sequence[SlotRange], **kwargs: Any
 ) -> Tensor:
-    """Compute `sdpa` attention separately for each range of slots, over the positions that this range scans. states:
+    """Compute `sdpa` attention separately for each range of slots, over the positions that this range scans. `states`:
     query, key, value, mask [W, 1, 1, L]."""
     query, key, value, mask = states
     assert mask is not None, "decode always has a mask"

@@ -39,7 +39,7 @@ class SglangClient(EngineClient):
     """A client of one server. One thread calls all public methods."""
 
     def __init__(self, url: str, *, key: str | None, longest_event: int, answer_timeout_s: float) -> None:
-        """Connect to the server. longest_event: maximum bytes of an event of a stream. Raises DeadlineExceeded if the
+        """Connect to the server. `longest_event`: maximum bytes of an event of a stream. Raises DeadlineExceeded if the
         server does not respond within START_TIMEOUT_S."""
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event

@@ -14,7 +14,8 @@ _LONGEST_ANSWER = 1 << 20
 
 
 def ask_servers(urls: Sequence[str], *, key: str | None, timeout_s: float) -> list[wire.ServerInfo | str]:
-    """Return the properties of each server, or why the server did not report them within `timeout_s`. key: API key."""
+    """Return the properties of each server, or why the server did not report them within `timeout_s`. `key`: API
+    key."""
     return asyncio.run(_ask_all(urls, key, timeout_s))
 
 

@@ -35,9 +35,9 @@ class VllmClient(EngineClient):
         stream_interval: int = 1,
         reports_routing: bool = False,
     ) -> None:
-        """Start vLLM. stream_interval: number of tokens after which vLLM sends a request's new tokens. reports_routing:
-        whether vLLM returns the experts of each token. Raises UserError if vLLM refuses the model or the settings, and
-        EngineFault if vLLM fails to start."""
+        """Start vLLM. `stream_interval`: number of tokens after which vLLM sends a request's new tokens.
+        `reports_routing`: whether vLLM returns the experts of each token. Raises UserError if vLLM refuses the model or
+        the settings, and EngineFault if vLLM fails to start."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self.stream_interval, self._reports_routing = stream_interval, reports_routing
         self._received: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class VllmClient(EngineClient):
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
     def sleep(self, level: int) -> None:
-        """Free the device memory of the KV cache and of the weights. level: 1 keeps the weights in host memory, 2
+        """Free the device memory of the KV cache and of the weights. `level`: 1 keeps the weights in host memory, 2
         discards them. vLLM stays paused until KV cache and weights have been allocated again."""
         self._call(self._llm.sleep(level), self._answer_timeout_s, "to sleep")
 
@@ -86,7 +86,8 @@ class VllmClient(EngineClient):
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
-        """Call a method of vLLM's workers from any thread; return the results. info: the method's argument, if any."""
+        """Call a method of vLLM's workers from any thread; return the results. `info`: the method's argument, if
+        any."""
         arguments = () if info is None else (info,)
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 

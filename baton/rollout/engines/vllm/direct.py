@@ -58,7 +58,7 @@ class DirectVersions:
     """Implements `Versions`: sends versions to the replicas of a run, to each replica over a separate communicator."""
 
     def __init__(self, direct: DirectTransfer, timeout_s: float) -> None:
-        """timeout_s: deadline of each phase of a transfer."""
+        """`timeout_s`: deadline of each phase of a transfer."""
         self.rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
         self.sender = DirectSender(_transport(direct).connect, time.monotonic, self.rules, is_sparse=direct.is_sparse)
         self.source, self._sent_bytes = direct.source, 0
@@ -92,7 +92,7 @@ class DirectLoad:
     """Loads versions by direct transfers into an engine."""
 
     def __init__(self, client: Any, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
-        """timeout_s: deadline of each phase of a transfer. It has no effect if the replicas of a run share
+        """`timeout_s`: deadline of each phase of a transfer. It has no effect if the replicas of a run share
         `direct.versions`, which has its own deadlines."""
         self._versions, self.is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
         self._client, self._replica, self.link = client, direct.replica, VllmLink(client, world_size)

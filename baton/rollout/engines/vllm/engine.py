@@ -228,8 +228,8 @@ def vllm_of_model(
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves a model, which may be an adapter, as `version`. direct: how later versions are
-    transferred from the trainer's memory. With None, later versions are transferred as files. sleeps: whether the
+    """Build an engine that serves a model, which may be an adapter, as `version`. `direct`: how later versions are
+    transferred from the trainer's memory. With None, later versions are transferred as files. `sleeps`: whether the
     engine can free its device memory; a CPU build of vLLM cannot."""
     with _whole_model(model, settings) as (directory, read_base):
         return _engine(directory, settings, version, read_base, "auto", model.head_dtype, direct, sleeps)
@@ -267,14 +267,14 @@ def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tu
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. read_base: reads the tensors of the base model; required
-    if versions are adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
+    required if versions are adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 
 
 def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens: int) -> list[bytes]:
-    """Convert the experts that vLLM returned for the tokens of a request to `Segment.routing`. experts: [num_tokens,
+    """Convert the experts that vLLM returned for the tokens of a request to `Segment.routing`. `experts`: [num_tokens,
     layers, experts per token], also for layers without a router. Raises EngineFault for any other shape."""
     routers = routers_of(model)
     layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]

@@ -22,8 +22,8 @@ class VllmWorkers:
     """Workers that the core on the first machine calls. The workers end with this process."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """arguments: of `AsyncEngineArgs`. Waits, with no deadline of its own, for the workers of all machines. Raises
-        UserError if vLLM refuses the arguments, and EngineFault if a worker fails."""
+        """`arguments`: of `AsyncEngineArgs`. Waits, with no deadline of its own, for the workers of all machines.
+        Raises UserError if vLLM refuses the arguments, and EngineFault if a worker fails."""
         set_up_environment()
         from vllm import AsyncEngineArgs
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor

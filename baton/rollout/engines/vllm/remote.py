@@ -88,7 +88,7 @@ class ReplicaServer:
         return free_port(host)
 
     def handle(self, message: bytes, port: int = 0) -> bytes:
-        """port: a free port on the first machine (`free_port`) if `message` is the `Start` of a replica that spans
+        """`port`: a free port on the first machine (`free_port`) if `message` is the `Start` of a replica that spans
         several machines; otherwise 0."""
         try:
             decoded = _decode(message)
@@ -152,7 +152,7 @@ class RemoteReplica(ABC):
     """Exists after `join`."""
 
     def __init__(self, name: str, start: Start) -> None:
-        """start: the message that the replica's process receives first."""
+        """`start`: the message that the replica's process receives first."""
         settings = start.engine_settings()
         self.name, self._timeout_s = name, settings.vllm.answer_timeout_s
         self.slots, self.version, self.stats = settings.slots, start.version, EngineStats()
@@ -227,7 +227,7 @@ def whole_versions(
     model: ModelSettings, settings: EngineSettings, *, on_host: bool
 ) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Return the function that converts a version of a model to the tensors of a model file, and checks their names and
-    shapes (`DirectVersions.prepare`). on_host: whether the function moves tensors to host memory."""
+    shapes (`DirectVersions.prepare`). `on_host`: whether the function moves tensors to host memory."""
     files = ModelFiles(model, settings)
     weights = WholeWeights(Skeleton(files.base_directory(), settings).model, files.read_base)
     weights.on_host = on_host

@@ -23,7 +23,7 @@ class StopDetector:
     """Checks the states of processes and of all their children."""
 
     def __init__(self, pids: Iterable[int], interval_s: float = 1.0) -> None:
-        """interval_s: minimum number of seconds between two checks."""
+        """`interval_s`: minimum number of seconds between two checks."""
         self._pids, self._interval_s = tuple(pids), interval_s
         self._found, self._left_s = 0, time_left(0.0)
 
