@@ -18,7 +18,14 @@ from typing import Any, Literal, cast
 
 from baton.environments.calls import EnvironmentSpec
 from baton.environments.environment import Environment, Replay
-from baton.environments.tools import ToolEnvironment, accepted_by, prompt_text, split_prompt, with_success
+from baton.environments.tools import (
+    ConversationPrompt,
+    ToolEnvironment,
+    accepted_by,
+    prompt_text,
+    split_prompt,
+    with_success,
+)
 from baton.errors import UserError
 from baton.rewards.functions import describe_error, import_function
 
@@ -147,7 +154,7 @@ class _Gymnasium:
         return self._text
 
 
-class _SkyRL:
+class _SkyRL(ConversationPrompt):
     """Adapts SkyRL-gym: the constructor receives the row as `extras`, and `init` receives the row's `prompt`."""
 
     def __init__(self, factory: Callable[..., Any], args: dict[str, Any]) -> None:
@@ -158,7 +165,7 @@ class _SkyRL:
         self._inner = self._factory(**self._args, **({"extras": row} if "extras" in accepted else {}))
         prompt = row.get("prompt", "")
         messages, _ = self._inner.init([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        self.earlier, text = split_prompt(messages)
+        self.earlier_messages, text = split_prompt(messages)
         return text
 
     def step(self, action: str) -> Step:
@@ -180,7 +187,7 @@ class _TRL(ToolEnvironment):
     def reset(self, *, seed: int, **row: Any) -> str:
         takes_seed = "seed" in inspect.signature(self._inner.reset).parameters
         text = self._inner.reset(**accepted_by(self._inner.reset, {"seed": seed, **row} if takes_seed else row))
-        self.earlier, asked = split_prompt(row.get("prompt", ""))
+        self.earlier_messages, asked = split_prompt(row.get("prompt", ""))
         return asked + ("" if text is None else str(text))
 
     def score(self, response: str) -> tuple[float, dict[str, Any]]:

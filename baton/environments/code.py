@@ -45,7 +45,8 @@ def last_code_block(text: str) -> str | None:
     language, begin = None, 0
     for fence in _FENCE.finditer(text):
         label = fence[2].strip().lower()
-        if language is None or (label and fence[1] is not None):  # a label begins a block, even if the last has no end
+        # the name of a language at the start of a line begins a block, even if the last block has no end
+        if language is None or (fence[1] is not None and re.fullmatch(r"[a-z][\w+#-]*", label)):
             language, begin = (label.split() or [""])[0], fence.end()
             continue
         if language in ("", "python", "python3", "py") and text[begin : begin + 1] == "\n":

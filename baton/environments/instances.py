@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from baton.environments.adapters import LoadedEnvironment
 from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation, digest_of
 from baton.environments.environment import Environment
+from baton.environments.tools import ConversationPrompt
 from baton.rewards.functions import describe_error, number
 from baton.rewards.scorer_protocol import CallFailure
 from baton.types import FailureCause, Message
@@ -169,17 +170,16 @@ class EnvironmentInstances:
         if isinstance(outcome, CallFailure):
             raise _Failed(f"the reward: {outcome.detail}")
         text = _sendable(text)
-        digest = digest_of(text, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
+        earlier = _earlier(instance.environment) if not instance.observations else ()
+        asked = "\n\n".join([*(message.content for message in earlier), text])
+        digest = digest_of(asked, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
-        instructions, canonical, tools, earlier = "", "", (), list[Message]()
+        instructions, canonical, tools = "", "", ()
         if not instance.observations:
             instructions = _sendable(getattr(instance.environment, "instructions", ""))
             tools = tuple(getattr(instance.environment, "rendered_tools", ()))
             method = getattr(instance.environment, "canonical", None)
-            for role, content in getattr(instance.environment, "earlier", ()):
-                earlier.append(Message(_sendable(role), _sendable(content)))
-            asked = "\n\n".join([*(message.content for message in earlier if message.role != "system"), text])
             canonical = asked if method is None else _sendable(method())
         tool, success = info.get("tool"), info.get("success")
         instance.observations.append(
@@ -198,7 +198,7 @@ class EnvironmentInstances:
                 instructions,
                 canonical,
                 tools,
-                tuple(earlier),
+                earlier,
             )
         )
 
@@ -212,6 +212,11 @@ def _set_random_state(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(state[1])
+
+
+def _earlier(environment: object) -> tuple[Message, ...]:
+    messages = environment.earlier_messages if isinstance(environment, ConversationPrompt) else ()
+    return tuple(Message(_sendable(role), _sendable(content)) for role, content in messages)
 
 
 def _sendable(value: Any) -> str:

@@ -131,7 +131,14 @@ def with_success(reward: Any) -> tuple[Any, dict[str, Any]]:
     return reward, {"success": float(reward) >= 1.0} if isinstance(reward, Real) else {}
 
 
-class ToolEnvironment:
+class ConversationPrompt:
+    """Base class of Baton's environments whose prompt may be a conversation."""
+
+    earlier_messages: Sequence[tuple[str, str]] = ()
+    """After a reset: role and text of the messages before the observation."""
+
+
+class ToolEnvironment(ConversationPrompt):
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
 
     instructions = ""
@@ -185,7 +192,7 @@ class ToolEnvironment:
 
     def reset(self, *, seed: int, **row: Any) -> str:
         self._row = row
-        self.earlier, text = split_prompt(row.get("prompt", ""))
+        self.earlier_messages, text = split_prompt(row.get("prompt", ""))
         return text
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -34,8 +34,8 @@ INSTRUCTIONS: dict[str, str] = {
 """Answer format → system message asking for this format, unless `answer.instruct = false`. `regex` has no message."""
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_UNDERLINED = r"(?<=\b_)|(?<=\b__)"
-"""After the underscores of Markdown's emphasis, as in `_18_`, but not after that of a name, as in `x_1`."""
+_UNDERLINED = r"(?<=\b_)(?<![)\]}$]_)|(?<=\b__)(?<![)\]}$]__)"
+"""After the underscores of Markdown's emphasis, as in `_18_`, but not before an index, as in `x_1` and `(101)_2`."""
 _NUMBER = re.compile(
     rf"(?:(?:(?<![\w)])|{_UNDERLINED})[-−])?(?:(?<!\w)|{_UNDERLINED})[$€£]?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"

@@ -10,7 +10,11 @@ import msgspec
 from baton.rewards.functions import malformed, number
 from baton.rewards.patterns import DEADLINE_S, last_match
 from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
+from baton.rewards.settings import ANY_NUMBER
 from baton.types import FailureCause
+
+SHORT_TOKENS = 4
+"""A reply of at most this number of tokens is used even if it was cut: the template asks for a number alone."""
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
@@ -38,14 +42,16 @@ class ChatFormat(msgspec.Struct, frozen=True):
         except (KeyError, IndexError, TypeError, AttributeError):
             return malformed(reply, "has no choices[0].message.content")
         shown = text if len(text) <= 80 else f"…{text[-80:]}"
-        if is_cut:  # its last number may be a part of the rating, or of the reasoning before it
-            most = f"max_new_tokens = {self.max_new_tokens}"
-            return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}, which was cut at {most}: raise it")
         try:
             match = last_match(self.pattern, text)
         except TimeoutError:
             late = f"took more than {DEADLINE_S:.0f} s of CPU time"
             return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}; the search for {self.pattern!r} {late}")
+        # of a reply that was cut, a number may be a part of the rating, or of the reasoning before the rating
+        is_unsure = match is None or self.pattern == ANY_NUMBER or text.rstrip().endswith(match[0])
+        if is_cut and is_unsure and self.max_new_tokens > SHORT_TOKENS:
+            most = f"max_new_tokens = {self.max_new_tokens}"
+            return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}, which was cut at {most}: raise it")
         try:
             return number(float((match[1][0] if match else None) or ""))
         except ValueError:

@@ -40,6 +40,10 @@ class AnswerSettings(Settings):
         return self
 
 
+ANY_NUMBER = r"(-?\d+(?:\.\d+)?)"
+"""Default of `RewardSettings.pattern`."""
+
+
 class RewardSettings(Settings):
     """[[reward]] One part of the reward. The reward is the weighted sum of the parts."""
 
@@ -67,7 +71,7 @@ class RewardSettings(Settings):
     """Message to a generative reward model, with {prompt}, {response} and {reference}, for kind = "model" or "http".
     For "http" with `template`, `url` is the address of the chat completions of an OpenAI API, such as
     http://127.0.0.1:8000/v1/chat/completions."""
-    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    pattern: str = ANY_NUMBER
     """Regular expression for the reply to `template`. The reward is the number in the first group of the last match."""
     model: str | None = None
     """Directory of a reward model, or its name on the Hugging Face hub, for kind = "model". For kind = "http" with

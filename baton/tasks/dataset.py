@@ -53,9 +53,6 @@ class FileTask:
         if prompt_column == "prompt":  # all rows use the column that the first row has
             prompt_column = next((c for c in PROMPT_COLUMNS if rows[0][1].get(c) is not None), prompt_column)
         self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
-        self._names_column = answer_column is not None
-        if answer_column is None:  # as for the prompt
-            self._answer_column = next((c for c in REFERENCE_COLUMNS if lookup(rows[0][1], c) is not None), None)
         self.rows = [self._problem(where, row) for where, row in rows]
         self.columns = frozenset(name for row in self.rows for name in row.metadata)
         self._order = lru_cache(maxsize=4)(self._make_order)
@@ -102,18 +99,16 @@ class FileTask:
 
     def _value(self, where: str, row: Row) -> str | int | float:
         column = self._answer_column
-        value = None if column is None else lookup(row, column)
-        is_blank = value != value or (isinstance(value, str) and not value.strip())
-        if value is None or is_blank:
-            if self._names_column:
-                hint = "which answer_column names"
-            elif find_reference(row) is None:
+        value = find_reference(row) if column is None else lookup(row, column)
+        if value is None:
+            if column is None:
                 others = ", ".join(REFERENCE_COLUMNS[1:])
                 hint = f"nor {others}: name the column with answer_column, or set scorer = 'none'"
             else:
-                hint = "the column of the first row; name another with answer_column"
-            found = "an empty" if is_blank else "no"
-            raise UserError(f"{where} has {found} {column or 'answer'!r}; it has {sorted(row)} ({hint})")
+                hint = "which answer_column names"
+            raise UserError(f"{where} has no {column or 'answer'!r}; it has {sorted(row)} ({hint})")
+        if value != value or (isinstance(value, str) and not value.strip()):  # NaN, as in parquet files
+            raise UserError(f"{where}: the reference answer is empty: {row!r:.200}; remove the row, or name its column")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UserError(f"{where}: {column or 'answer'!r} must be a string or a number, got {_shown(value)}")
         return value

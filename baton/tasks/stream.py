@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -221,9 +222,14 @@ class TaskMixture:
             for problem in task.rows
             if self.evaluates(name, problem)
         }
-        trains_episodes = any(isinstance(task, EnvironmentTask) for task in self.tasks.values())
-        self._undrawn = [n for n, s in self._tests.items() if trains_episodes and s.uses_all and s.environment]
-        """Test sets of environments whose rows have not been drawn yet, so that `_tested` lacks their problems."""
+        trained = {task.spec.path for task in self.tasks.values() if isinstance(task, EnvironmentTask)}
+        self._undrawn: dict[str, int] = {
+            name: 0
+            for name, task in self.tests.items()
+            if isinstance(task, EnvironmentTask) and self._tests[name].uses_all and task.spec.path in trained
+        }
+        """Test set of an environment that is also trained on → number of its rows that have been drawn. `_tested` lacks
+        the problems of the other rows."""
 
     @property
     def scored_tasks(self) -> dict[str, FileTask | GymTask]:
@@ -252,13 +258,21 @@ class TaskMixture:
 
     def trains_on(self, name: str, problem: Problem) -> bool:
         """Return whether a problem of a task is trained on: it is neither held out nor in a test set. The first call
-        draws the rows of test sets of environments."""
-        while self._undrawn:
-            test = self.tests[self._undrawn[-1]]
-            assert isinstance(test, EnvironmentTask)
-            self._tested.update(test.draw(0, index).problem_id for index in range(len(test.rows)))
-            self._undrawn.pop()
+        for an environment's problem draws the rows of the environment's test sets that evaluations have not drawn."""
+        if isinstance(self.tasks.get(name), EnvironmentTask):
+            self._draw_tests()
         return problem.problem_id not in self._tested and (name in self._trains_all or not problem.is_held_out)
+
+    def _draw_tests(self) -> None:
+        while self._undrawn:
+            name, begin = next(iter(self._undrawn.items()))
+            test = self.tests[name]
+            assert isinstance(test, EnvironmentTask)
+            for index in range(begin, len(test.rows)):
+                with suppress(UserError):  # training cannot draw such a problem either
+                    self._tested.add(test.draw(0, index).problem_id)
+                self._undrawn[name] = index + 1
+            del self._undrawn[name]
 
     def evaluates(self, name: str, problem: Problem) -> bool:
         """Return whether evaluations use a problem of a task or test set."""
@@ -291,14 +305,9 @@ class TaskMixture:
                 rows = len(task.rows) if own.uses_all and isinstance(task, FileTask | EnvironmentTask) else num_prompts
                 share = own.num_prompts or rows
                 found = self._distinct(name, task, share if or_fewer else min(share, num_prompts), set(), or_fewer=True)
-                if len(found) == 1 < rows and len({task.draw(0, i).problem_id for i in range(rows)}) == 1:
-                    raise UserError(
-                        f"test set {name!r}: its {rows} rows are one problem, because their first observations are "
-                        "equal; give the environment a method `canonical` whose text differs between problems"
-                    )
                 self._tested.update(prompt.prompt_id for prompt in found)
-                if len(found) == rows and name in self._undrawn:
-                    self._undrawn.remove(name)
+                if isinstance(task, EnvironmentTask) and len(found) == 1 < min(share, rows):
+                    self._check_distinct(name, task)
                 prompts += found
             return prompts
         seen: set[str] = set()
@@ -307,6 +316,14 @@ class TaskMixture:
             prompts += self._distinct(name, task, share, seen, or_fewer=or_fewer)
         return prompts
 
+    def _check_distinct(self, name: str, test: EnvironmentTask) -> None:
+        """Raise UserError if all rows of a test set are one problem."""
+        if len({test.draw(0, index).problem_id for index in range(len(test.rows))}) == 1:
+            raise UserError(
+                f"test set {name!r}: its {len(test.rows)} rows are one problem, because their first observations are "
+                "equal; give the environment a method `canonical` whose text differs between problems"
+            )
+
     def _distinct(self, name: str, task: Task, share: int, seen: set[str], *, or_fewer: bool) -> list[Prompt]:
         """Return `share` prompts of evaluated problems whose ids are not in `seen`. Add their ids to `seen`."""
         prompts: list[Prompt] = []
@@ -314,6 +331,9 @@ class TaskMixture:
         while len(prompts) < share:
             problem = task.draw(0, index)  # the seed is the same in every run, so that evaluations are comparable
             index += 1
+            if name in self._undrawn:
+                self._tested.add(problem.problem_id)
+                self._undrawn[name] = max(self._undrawn[name], index)
             is_new = self.evaluates(name, problem) and problem.problem_id not in seen
             has_room = not is_new or self.has_room(prompt := self.prompt(name, problem))
             too_long += not has_room

@@ -28,6 +28,10 @@ class _NoAnswer(WeightsFault):
     """No source sent the data, but a later attempt may succeed: a source could not be reached, or was too busy."""
 
 
+class _Silent(_NoAnswer):
+    """A source did not answer in time. All sources are asked only once more, because this takes as long again."""
+
+
 @dataclass(slots=True)
 class FetchStats:
     """Statistics of one fetch, successful or not."""
@@ -93,9 +97,9 @@ class ChunkFetcher:
             try:
                 with self._lock:
                     return self._first(self._sources, ask, check, f"chunk {chunk.digest[:8]}")[0]
-            except _NoAnswer:
+            except _NoAnswer as error:
                 num_failed += 1
-                if num_failed == MAX_ROUNDS:
+                if num_failed >= (2 if isinstance(error, _Silent) else MAX_ROUNDS):
                     raise
             wait_s = retry_wait_s(num_failed, first_s=FIRST_WAIT_S, longest_s=self._deadline_s)
             time.sleep(max(0.0, min(wait_s, self._left_s())))  # without the lock: other chunks may arrive
@@ -137,8 +141,10 @@ class ChunkFetcher:
                 self.record.faults.append(f"{source.name}: did not send {what}: {error}")
                 if isinstance(error, OSError | DeadlineExceeded):
                     self._silent.add(source.name)
-                    if not isinstance(error, FileNotFoundError):
-                        fault = _NoAnswer
+                if isinstance(error, DeadlineExceeded):
+                    fault = _Silent
+                elif isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and fault is not _Silent:
+                    fault = _NoAnswer
                 continue
             self.record.num_bytes += len(data)
             try:

@@ -148,6 +148,9 @@ def test_a_wrong_answer_is_told_its_failing_examples_and_may_be_corrected() -> N
         "```python\n{code}\n```\nOutput:\n```\n2\n```",
         "```python\nx = 1\n```\nbetter:\n```python\n{code}\n```",
         "```python\nnever ended\n\n```python\n{code}\n```",
+        "```python\n{code}\n```</answer>",
+        "```python\n{code}\n```.",
+        "```python\n{code}\n``` This is it.",
         "The fence ```x``` is short. ```python\n{code}\n```",
     ],
 )

@@ -10,7 +10,7 @@ from baton.rewards import patterns
 from baton.rewards.answer import extract_answer
 from baton.rewards.chat import ChatFormat
 from baton.rewards.scorer_protocol import CallFailure, CallValue
-from baton.rewards.settings import RewardSettings
+from baton.rewards.settings import ANY_NUMBER
 
 SLOW = r"(a|a|b)+(a|a|c)+(a|a|d)+$"
 TEXT = "a" * 2000 + "!"
@@ -35,15 +35,26 @@ def test_a_reply_whose_number_is_not_found_in_time_is_a_failure_and_no_reward() 
     assert "took more than" in outcome.detail
 
 
-@pytest.mark.parametrize("text", ["Step 1: they computed 4500 and", "Rating: 1"])
-def test_a_reply_that_was_cut_is_a_failure_although_it_has_a_number(text: str) -> None:
-    judge = ChatFormat("judge", "{response}", RewardSettings.model_fields["pattern"].default, 16)
+@pytest.mark.parametrize(
+    ("text", "pattern", "most", "is_value"),
+    [
+        ("Step 1: they computed 4500 and", ANY_NUMBER, 16, False),  # any number may be part of the reasoning
+        ("Rating: 1", r"Rating: (\d+)", 16, False),  # of 10?
+        ("[[7]] because", r"\[\[(\d)\]\]", 16, True),
+        ("Step 1: they", r"Rating: (\d+)", 16, False),
+        ("7", ANY_NUMBER, 1, True),  # a number alone was asked for
+    ],
+)
+def test_a_reply_that_was_cut_is_a_failure_if_its_number_may_be(
+    text: str, pattern: str, most: int, is_value: bool
+) -> None:
+    judge = ChatFormat("judge", "{response}", pattern, most)
     choice = {"message": {"content": text}}
     outcome = judge.outcome({"choices": [{**choice, "finish_reason": "length"}]})
-    assert isinstance(outcome, CallFailure)
-    assert "was cut at max_new_tokens = 16: raise it" in outcome.detail
-    assert isinstance(judge.outcome({"choices": [{**choice, "finish_reason": "stop"}]}), CallValue)
-    assert isinstance(judge.outcome({"choices": [choice]}), CallValue)
+    assert isinstance(outcome, CallValue) is is_value
+    if isinstance(outcome, CallFailure):
+        assert "was cut at max_new_tokens = 16: raise it" in outcome.detail
+    assert judge.outcome({"choices": [{**choice, "finish_reason": "stop"}]}) == judge.outcome({"choices": [choice]})
     assert isinstance(judge.outcome({"choices": [[]]}), CallFailure)
 
 

@@ -98,11 +98,7 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
             b'{"prompt": "?", "answer": 1, "more": [1267650600228229401496703205376]}',
             "line 3 has an integer of more than",
         ),
-        (b'{"prompt": "?", "answer": " "}', "line 3 has an empty 'answer'; it has ['answer', 'prompt'] (the"),
-        (
-            b'{"prompt": "?", "solution": "1"}',
-            "line 3 has no 'answer'; it has ['prompt', 'solution'] (the column of the",
-        ),
+        (b'{"prompt": "?", "answer": " "}', "line 3: the reference answer is empty: {'prompt': '?', 'answer': ' '}"),
         (b'{"prompt": "?", "answer": [1]}', "line 3: 'answer' must be a string or a number"),
         (b'{"prompt": "?", "answer": null}', "line 3 has no 'answer'; it has ['answer', 'prompt'] (nor ground_truth,"),
     ],
