@@ -86,7 +86,7 @@ class CalibrationSettings(Settings):
     such a file."""
 
     default: Efficiency = Efficiency()
-    """Efficiency of GPU types without a section. If a section lacks a key, the key has the value that it has here."""
+    """Efficiency of GPU types without a section. Sections that omit a key also get its value from this entry."""
     efficiency: dict[str, Efficiency] = Field(default_factory=dict)
     """Efficiency by GPU type."""
     notes: dict[str, str | float | int] = Field(default_factory=dict)

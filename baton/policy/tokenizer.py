@@ -97,7 +97,8 @@ _COPIES = (*(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"), "*/*
 """Patterns of files not to download: copies of the weights for other software, and subfolders except for chat
 templates (`additional_chat_templates/`)."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Files of models whose weights are in one file. Otherwise, an index named after this file lists the files."""
+"""Names of the file of a model whose weights are in one file. The weights of other models are listed in an index, such
+as `model.safetensors.index.json`."""
 _VOCABULARIES = (
     *(("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",)),
     *(("*.model",), ("*.tiktoken",), ("tekken.json",)),

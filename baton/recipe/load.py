@@ -152,7 +152,7 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _confusion(kind: type[BaseModel], tree: Mapping[str, Any]) -> str | None:
-    """Return what is wrong if the sections are a warm start's and `kind` is a training run's, or vice versa."""
+    """Return an error text if a recipe of a warm start is read as one of a training run, or vice versa."""
     if "checkpoint" in kind.model_fields and "output" in tree and ("data" in tree or "demonstrations" in tree):
         return "is a recipe for `baton sft`, but a recipe for `baton train` is needed"
     if "sft" in kind.model_fields and not tree.keys() & {"output", "data", "demonstrations", "scratch", "sft"}:

@@ -56,7 +56,7 @@ class Admission:
     _per_token: Counter[str] = field(default_factory=Counter)
 
     def arrive(self, connection: int, address: str, now_s: float) -> int | None:
-        """Add a connection. Return the stranger that the caller must close to make room; None if there is room."""
+        """Add a connection without a token. Return the connection that the caller must close to make room, or None."""
         evicted = None
         if len(self._strangers) >= self.places.strangers:
             # of addresses with equally many strangers, `most_common` returns the one that is first in `_strangers`
