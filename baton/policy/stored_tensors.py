@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
@@ -32,6 +31,7 @@ from baton.files import writing
 from baton.policy.digest import Identity, identity_digest
 from baton.policy.sharding import Box, Gather, box_of, local
 from baton.policy.tensors import dtype_name, identity, policy_tensors
+from baton.policy.tokenizer import read_index_file
 
 MAX_FILE_BYTES = 50 * 10**9
 """Maximum size of a model file. A larger model is split into several files with an index, as in transformers."""
@@ -226,18 +226,11 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
     return StoredPiece(name, tuple(box), tuple(kept)) if len(kept) == part.ndim else None
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
 def read_index(directory: Path) -> dict[str, str]:
     """Return the index of a model's files: name of a tensor → name of its file. The result is empty if there is no
     index. Raises ValueError for a damaged index."""
     path = directory / _INDEX
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map if path.is_file() else {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not an index of weight files; copy or download the model again") from error
+    return read_index_file(path) if path.is_file() else {}
 
 
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:

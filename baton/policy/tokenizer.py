@@ -107,9 +107,16 @@ _VOCABULARIES = (
 
 
 class _WeightIndex(msgspec.Struct):
-    """The index of a model's files."""
-
     weight_map: dict[str, str]
+
+
+def read_index_file(path: Path) -> dict[str, str]:
+    """Return the index of a model's files: name of a tensor → name of its file. Raises ValueError for a damaged
+    index."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_WeightIndex).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not an index of weight files; copy or download the model again") from error
 
 
 def _is_cached(path: str, holding: str) -> bool:
@@ -127,10 +134,9 @@ def _is_cached(path: str, holding: str) -> bool:
             return True
         if (index := directory / f"{weights}.index.json").is_file():
             try:
-                names = set(msgspec.json.decode(index.read_bytes(), type=_WeightIndex).weight_map.values())
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                return all((directory / name).is_file() for name in set(read_index_file(index).values()))
+            except ValueError:
                 return True  # loading the model reports a damaged index
-            return all((directory / name).is_file() for name in names)
     return False
 
 

@@ -40,7 +40,8 @@ _NUMBER = re.compile(
     rf"(?:(?:(?<![\w)])|{_UNDERLINED})[-−])?(?:(?<!\w)|{_UNDERLINED})[$€£]?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 )
-_BRACE = re.compile(r"\\+boxed\{|\\.|[{}]", re.DOTALL)
+_BRACE = re.compile(r"(?<!\\)(\\*+)(boxed\{|[{}])")
+"""A brace, or `\\boxed` with its brace, and all backslashes before it. The search takes linear time."""
 _STATED = re.compile(
     r"(?i:answer|(?:correct|right|best)\s+(?:choice|option))[\s*_]*(?::|(?i:is|must\s+be|should\s+be|would\s+be)\b:?)"
     r"[\s:*_$({\[]*(?:\\\w+\{){0,2}([A-Z])(?![\w'’])"
@@ -109,8 +110,11 @@ def _last_boxed(response: str) -> str | None:
     """Ends of the opening braces that are not closed yet; -1 for braces other than those of `\\boxed`."""
     found = None
     for brace in _BRACE.finditer(response):
-        if brace[0] == "{" or len(brace[0]) > 2:
-            starts.append(-1 if brace[0] == "{" else brace.end())
-        elif brace[0] == "}" and starts and (start := starts.pop()) >= 0:
-            found = max(found or (0, 0), (start, brace.start()))
+        is_escaped = len(brace[1]) % 2 == 1
+        if brace[2] == "boxed{":
+            starts.append(brace.end() if brace[1] else -1)
+        elif brace[2] == "{" and not is_escaped:
+            starts.append(-1)
+        elif brace[2] == "}" and not is_escaped and starts and (start := starts.pop()) >= 0:
+            found = max(found or (0, 0), (start, brace.end() - 1))
     return None if found is None else response[slice(*found)].strip()

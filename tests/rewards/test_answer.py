@@ -122,6 +122,11 @@ def test_many_brackets_before_a_letter_take_linear_time() -> None:
     assert choice_letter("(" * 300_000 + "\\text{( C}") == "C"
 
 
+def test_many_backslashes_before_a_box_take_linear_time() -> None:
+    assert extract_answer("\\" * 3_000_000 + "boxed{5}" + "\\" * 3_000_000, "boxed") == "5"
+    assert extract_answer("\\boxed{5}" + "\\" * 3_000_000, "boxed") == "5"
+
+
 @given(pieces=st.lists(st.sampled_from(["<answer>", "</answer>", "\\boxed{", "{", "}", "</think>", "4", " ", "\n"])))
 def test_a_met_format_always_has_an_answer_and_an_answer_never_holds_its_own_mark(pieces: list[str]) -> None:
     response = "".join(pieces)
