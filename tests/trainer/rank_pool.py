@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import time
 from pathlib import Path
+from threading import RLock
 
+from baton.errors import RankLost
 from baton.frames import frame_socket_of, frame_sockets, ready
 from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES, LocalRanks
-from baton.trainer.parallel.messages import RankInfo, decode_to_rank, encode
+from baton.trainer.parallel.messages import FromRank, RankInfo, ToRank, decode_to_rank, encode
 from tests.fork_server import Descriptor, Forked, start_process
 
 SIZE = 4
@@ -27,6 +29,10 @@ class RankPool:
     def __init__(self, scratch: Path, size: int = SIZE, *, returns_memory: bool = False) -> None:
         """returns_memory: whether glibc returns freed blocks of at least 64 KiB to the system at once."""
         self.scratch = scratch
+        self.lock = RLock()
+        """Held during each request to the processes and while they begin anew."""
+        self.lent: LentRanks | None = None
+        """The ranks of the latest trainer."""
         pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(size)]
         self.sockets = [ours for ours, _ in pipes]
         self.processes = [
@@ -46,21 +52,35 @@ class RankPool:
 
 
 class LentRanks(LocalRanks):
-    """The first `size` processes of a pool."""
+    """The first `size` processes of a pool.
+
+    The sockets outlive a trainer, so `close` does not end a request of another thread, such as a direct transfer. The
+    next trainer waits until this request has ended; otherwise both threads would read each other's answers."""
 
     def __init__(self, pool: RankPool, size: int) -> None:
-        self._size = size
+        self._size, self._pool = size, pool
         self._sockets = pool.sockets[:size]
         self._processes = pool.processes[:size]
         self.pids = [process.pid for process in self._processes]
-        for rank in range(size):
-            place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
-            self._send_frame(rank, encode(place))
-        for socket in self._sockets:  # the last trainer may have ended before all ranks had answered its last request
-            deadline_s = time.monotonic() + START_S
-            while socket.receive() != STARTED:
-                assert time.monotonic() < deadline_s, "a rank of the pool did not begin anew"
-                ready([socket], START_S)
+        assert pool.lock.acquire(timeout=START_S), "a request of the last trainer has not ended"
+        try:
+            pool.lent = self
+            for rank in range(size):
+                place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
+                self._send_frame(rank, encode(place))
+            for socket in self._sockets:  # the last request may have failed before all ranks had answered it
+                deadline_s = time.monotonic() + START_S
+                while socket.receive() != STARTED:
+                    assert time.monotonic() < deadline_s, "a rank of the pool did not begin anew"
+                    ready([socket], START_S)
+        finally:
+            pool.lock.release()
+
+    def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
+        with self._pool.lock:
+            if self._pool.lent is not self:
+                raise RankLost("the processes of the pool serve another trainer")
+            return super().ask(message, timeout_s)
 
     def close(self) -> None:
         """They stay, for the next."""
