@@ -78,7 +78,7 @@ def measure(
         for length in _lengths(mixture, name, problems, num_tokens, max_tokens):
             on_measured(1)
             longest, too_long = max(longest, length), too_long + (length > max_tokens)
-        if too_long and mixture.refuses_long[name]:
+        if too_long and mixture.settings[name].too_long == "refuse":
             raise UserError(
                 f"task {name!r}: {too_long} prompts are longer than {max_tokens} tokens, the longest has {longest}, "
                 f"and engine.max_context_tokens is {max_context_tokens} for prompt and response together; raise it, "
