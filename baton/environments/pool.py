@@ -223,10 +223,8 @@ class EnvironmentPool:
                     process.is_ready, process.num_failed_starts = True, 0
                     self.description, self.never_replayed = isolation, never_replayed
             case calls.Observation() | calls.ActFailure():
-                call = process.running.pop(message.key, None)
-                if call is None:
+                if process.running.pop(message.key, None) is None:
                     return
-                is_timeout = isinstance(message, calls.ActFailure) and message.cause is FailureCause.TIMEOUT
                 process.executed.pop(message.key, None)
                 if isinstance(message, calls.Observation):
                     process.executed[message.key] = message.turn
@@ -236,7 +234,7 @@ class EnvironmentPool:
                     self._close_instance(process, message.key)
                 else:
                     self._answer(message)
-                if is_timeout:
+                if isinstance(message, calls.ActFailure) and message.cause is FailureCause.TIMEOUT:
                     self._lose(process, None, "was killed because of another episode's call")
             case _:
                 pass
