@@ -127,12 +127,7 @@ class RolloutController:
             self.seconds["environment"] = 0.0
 
     def begin(
-        self,
-        version: int,
-        cursor: StreamCursor,
-        carried: Sequence[OpenGroup] = (),
-        *,
-        num_batches: float = math.inf,
+        self, version: int, cursor: StreamCursor, carried: Sequence[OpenGroup] = (), *, num_batches: float = math.inf
     ) -> None:
         """Start the rollouts. `version`: number of batches that earlier processes delivered. `cursor`: position in the
         prompt stream, from the journal. `carried`: groups that an earlier process left open. `num_batches`: number of

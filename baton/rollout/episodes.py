@@ -323,21 +323,12 @@ class EpisodePlayer:
 
     def _observed(self, opened: _Open, answer: Observation) -> Continued | ScoredTrajectory:
         trajectory, episode = opened.trajectory, opened.episode
+        action, path = self._action(trajectory), len(episode.earlier)
         exchange = Exchange(
-            trajectory.num_tokens,
-            self._action(trajectory),
-            answer.reward,
-            answer.text,
-            answer.digest,
-            answer.seconds,
-            len(episode.earlier),
-            answer.tool,
+            trajectory.num_tokens, action, answer.reward, answer.text, answer.digest, answer.seconds, path, answer.tool
         )
         opened.episode = episode = msgspec.structs.replace(
-            episode,
-            exchanges=(*episode.exchanges, exchange),
-            metrics=answer.metrics,
-            is_success=answer.is_success,
+            episode, exchanges=(*episode.exchanges, exchange), metrics=answer.metrics, is_success=answer.is_success
         )
         rules = self._tasks[opened.prompt.task]
         if answer.is_terminated or answer.is_truncated:
