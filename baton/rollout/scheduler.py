@@ -322,7 +322,9 @@ class RolloutScheduler:
         advantages are zero (DAPO, arXiv 2503.14476, section 3.2). Raises UserError at `FILTERED_LIMIT`."""
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
-            yield from self._discard(group, "filtered")
+            del self._groups[group.group_id]
+            self.ledger.filtered += group.num_tokens
+            yield ev.Discard(group.group_id, "filtered")
             self.step.filtered_groups += 1
             limit = FILTERED_LIMIT * self.rules.batch_groups
             if self.step.filtered_groups >= limit:
@@ -364,15 +366,9 @@ class RolloutScheduler:
             self.step.requeued_groups += 1
         else:
             self.step.dropped_groups += 1
-        yield from self._discard(group, "dropped")
-
-    def _discard(self, group: TrackedGroup, cause: str) -> Iterator[ev.Command]:
         del self._groups[group.group_id]
-        if cause == "filtered":
-            self.ledger.filtered += group.num_tokens
-        else:
-            self.ledger.dropped += group.num_tokens
-        yield ev.Discard(group.group_id, cause)
+        self.ledger.dropped += group.num_tokens
+        yield ev.Discard(group.group_id, "dropped")
 
     def _abort_all(self) -> Iterator[ev.Command]:
         for key in sorted(self._leased):
