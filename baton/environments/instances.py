@@ -161,7 +161,11 @@ class EnvironmentInstances:
                 result = method()
             except BaseException as error:
                 raise _Failed(f"{name} raised {describe_error(error)}", FailureCause.RAISED) from error
-            return result, time.perf_counter() - began_s, _random_state() if serial == "all" else None
+            seconds, state_after = time.perf_counter() - began_s, None
+            if serial == "all":
+                numpy = sys.modules.get("numpy")
+                state_after = random.getstate(), None if numpy is None else numpy.random.get_state()
+            return result, seconds, state_after
 
     def _record(self, key: EpisodeKey, instance: _Instance, result: tuple[Any, ...], seconds: float) -> None:
         text, reward, is_terminated, is_truncated, info = result
@@ -203,11 +207,6 @@ class EnvironmentInstances:
                 earlier,
             )
         )
-
-
-def _random_state() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def _sendable(value: Any) -> str:

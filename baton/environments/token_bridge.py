@@ -170,16 +170,12 @@ class TokenBridge:
         if not _opens(start, before) or not _opens(footer, between):
             raise self._refused("the text before a reply is not the generation prompt")
         header_ids, footer_ids = tuple(self._tokenizer.ids(header)), tuple(self._tokenizer.ids(footer))
-        self._check_ids(header_ids, footer_ids, header, footer)
+        text = self._tokenizer.text((*header_ids, *self._plain_ids(_OBSERVATION), *footer_ids), keep_special=True)
+        if _OBSERVATION not in text or text.split() != (header + _OBSERVATION + footer).split():
+            raise self._refused("its tokenizer changes text that is encoded in parts")
         return _Surroundings(
             header_ids, footer_ids, self._stripped(role, opening, footer), self._removes_thoughts(role)
         )
-
-    def _check_ids(self, header_ids: Sequence[int], footer_ids: Sequence[int], header: str, footer: str) -> None:
-        ids = (*header_ids, *self._plain_ids(_OBSERVATION), *footer_ids)
-        text = self._tokenizer.text(ids, keep_special=True)
-        if _OBSERVATION not in text or text.split() != (header + _OBSERVATION + footer).split():
-            raise self._refused("its tokenizer changes text that is encoded in parts")
 
     def _stripped(self, role: str, opening: str, footer: str) -> tuple[str | None, str | None]:
         user, reply = Message("user", _USER), Message("assistant", _REPLY)
