@@ -43,15 +43,11 @@ class PromptLengths(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.rows is None:
-            text = (
-                f"{self.task}: generated; the longest of {SAMPLE} prompts has {self.longest_tokens} tokens, "
-                f"{self.max_tokens} are allowed"
-            )
+            longest = f"generated; the longest of {SAMPLE} prompts"
         else:
-            text = (
-                f"{self.task}: {self.rows} rows; {self.held_out or 'no'} distinct problems are held out or in a test "
-                f"set; the longest prompt has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
-            )
+            held_out = f"{self.held_out or 'no'} distinct problems are held out or in a test set"
+            longest = f"{self.rows} rows; {held_out}; the longest prompt"
+        text = f"{self.task}: {longest} has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
         return text if not self.too_long else f"{text}; {self.too_long} prompts are too long and are skipped"
 
 
