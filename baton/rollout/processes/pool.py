@@ -125,10 +125,7 @@ class EnginePool(WorkerTransport):
         return [process.socket for process in self.processes]
 
     def send(self, message: FromHub) -> None:
-        if isinstance(message, Lease):
-            self._queue.add(message)
-        else:
-            self._hand_over(self._queue.abort(message))
+        self._hand_over(self._queue.take(message))
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
         self._hand_over(self._queue.assign())
