@@ -74,9 +74,9 @@ class RolloutScheduler:
         self._is_requested = False
         self._is_paused = False
         self._is_changing = False
-        """True from the publication of a version until the workers serve it. While this value is True, no lease is
-        assigned, unless workers load versions while leases run (`Rules.is_in_flight`). If they do not, the version is
-        loaded when the last lease has ended."""
+        """True from the publication of a version until the workers serve it. Meanwhile no lease is assigned, and the
+        version is loaded when the last lease has ended, unless workers load versions while leases run
+        (`Rules.is_in_flight`)."""
         self._published = version
         self._served: int | None = None
         """Version of the last `VersionServed` event; None before the first one."""

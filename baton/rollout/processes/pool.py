@@ -184,14 +184,15 @@ class EnginePool(WorkerTransport):
                     pass
 
     def _await_serving(self, version: PolicyVersion) -> None:
-        """Wait until every process serves a version. Keep the reports that arrive while waiting."""
+        """Wait until every process serves a version. Keep the reports that arrive while waiting; their tokens were
+        generated before the new weights arrived."""
         begin_s, left_s = time.monotonic(), time_left(self.timeout_s)
         waiting = set(self.processes)
         while waiting:
             if left_s() <= 0:
                 names = ", ".join(sorted(p.name for p in waiting))
                 raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self.timeout_s:.0f} s")
-            for process, serving in self._take(left_s()):  # reports are of tokens from before the new weights arrived
+            for process, serving in self._take(left_s()):
                 assert serving.version == version, f"{process.name} sent {serving} instead of Serving {version}"
                 waiting.discard(process)
                 now_s = time.monotonic()
