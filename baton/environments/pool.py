@@ -53,6 +53,8 @@ class _QueuedCall:
     """Time since which the call has waited in the queue."""
     num_suspected: int = 0
     """Number of times that a process ended or stopped responding while it ran this call."""
+    is_discarded: bool = False
+    """Whether the episode was discarded while this call was running. The result of the call is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +94,6 @@ class EnvironmentPool:
         self._max_running = max(1, settings.max_concurrent // settings.processes)
         self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
         self._homes: dict[calls.EpisodeKey, _EnvironmentProcess] = {}
-        self._discarded: set[calls.EpisodeKey] = set()
-        """Episodes that were discarded while one of their calls was running. The result of this call is dropped."""
         self._gone: set[calls.EpisodeKey] = set()
         """Episodes of environments with `replay = "never"` whose instance was lost."""
         self.never_replayed: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class EnvironmentPool:
         process.waiting = deque(call for call in process.waiting if call.request.key != key)
         self._done = deque(result for result in self._done if result.key != key)
         if key in process.running:
-            self._discarded.add(key)
+            process.running[key].is_discarded = True
         else:
             self._close_instance(process, key)
 
@@ -226,17 +226,15 @@ class EnvironmentPool:
                 call = process.running.pop(message.key, None)
                 if call is None:
                     return
-                is_timeout = isinstance(message, calls.ActFailure) and message.cause is FailureCause.TIMEOUT
                 process.executed.pop(message.key, None)
                 if isinstance(message, calls.Observation):
                     process.executed[message.key] = message.turn
                     self._latencies_s.append(message.seconds)
-                if message.key in self._discarded:
-                    self._discarded.discard(message.key)
+                if call.is_discarded:
                     self._close_instance(process, message.key)
                 else:
                     self._answer(message)
-                if is_timeout:
+                if isinstance(message, calls.ActFailure) and message.cause is FailureCause.TIMEOUT:
                     self._lose(process, None, "was killed because of another episode's call")
             case _:
                 pass
@@ -314,9 +312,9 @@ class EnvironmentPool:
         for call in reversed(running):
             key = call.request.key
             call.num_suspected += cause is not None
-            if key in self._discarded:
-                self._discarded.discard(key)
-            elif key in self._gone:
+            if call.is_discarded:
+                continue
+            if key in self._gone:
                 blame = 0.0 if cause is None else 1 / len(running)
                 self._fail(call, FailureCause.CRASHED, f"its process {why}; replay = 'never' forbids a retry", blame)
             elif cause is not None and call.num_suspected > self._settings.retries:

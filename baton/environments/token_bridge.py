@@ -119,7 +119,7 @@ class TokenBridge:
         tokens, this text is encoded as plain text. Without such text, the ids equal the result of
         `Tokenizer.prompt_ids`."""
         marked = [Message(m.role, self._marked(m)) for m in messages]
-        rendered = self._text(marked, is_open=True, tools=self._marked_values(list(tools)))
+        rendered = self._text(marked, tools=self._marked_values(list(tools)))
         ids: list[int] = []
         is_text = False
         for part in re.split(f"([{_BEGIN_TEXT}{_END_TEXT}])", rendered):
@@ -156,9 +156,9 @@ class TokenBridge:
     def _derive(self, role: str) -> _Surroundings:
         """Find the text between a reply and an observation, and the text between an observation and the next turn."""
         user, reply, observation = Message("user", _USER), Message("assistant", _REPLY), Message(role, _OBSERVATION)
-        start = self._text((user,), is_open=True)
-        two = self._text((user, reply, observation), is_open=True)
-        more = self._text((user, reply, observation, reply, observation), is_open=True)
+        start = self._text((user,))
+        two = self._text((user, reply, observation))
+        more = self._text((user, reply, observation, reply, observation))
         before, found, rest = two.partition(_REPLY)
         header, also_found, footer = rest.partition(_OBSERVATION)
         if not found or not also_found or _REPLY in rest or not header or not footer:
@@ -170,20 +170,16 @@ class TokenBridge:
         if not _opens(start, before) or not _opens(footer, between):
             raise self._refused("the text before a reply is not the generation prompt")
         header_ids, footer_ids = tuple(self._tokenizer.ids(header)), tuple(self._tokenizer.ids(footer))
-        self._check_ids(header_ids, footer_ids, header, footer)
+        text = self._tokenizer.text((*header_ids, *self._plain_ids(_OBSERVATION), *footer_ids), keep_special=True)
+        if _OBSERVATION not in text or text.split() != (header + _OBSERVATION + footer).split():
+            raise self._refused("its tokenizer changes text that is encoded in parts")
         return _Surroundings(
             header_ids, footer_ids, self._stripped(role, opening, footer), self._removes_thoughts(role)
         )
 
-    def _check_ids(self, header_ids: Sequence[int], footer_ids: Sequence[int], header: str, footer: str) -> None:
-        ids = (*header_ids, *self._plain_ids(_OBSERVATION), *footer_ids)
-        text = self._tokenizer.text(ids, keep_special=True)
-        if _OBSERVATION not in text or text.split() != (header + _OBSERVATION + footer).split():
-            raise self._refused("its tokenizer changes text that is encoded in parts")
-
     def _stripped(self, role: str, opening: str, footer: str) -> tuple[str | None, str | None]:
         user, reply = Message("user", _USER), Message("assistant", _REPLY)
-        text = self._text((user, reply, Message(role, f"\n {_OBSERVATION} \n")), is_open=True)
+        text = self._text((user, reply, Message(role, f"\n {_OBSERVATION} \n")))
         for left, right in product(("", "\n", None), repeat=2):
             kept = ("\n " + _OBSERVATION).lstrip(left), " \n".rstrip(right)
             if text == opening.removesuffix(_OBSERVATION) + "".join(kept) + footer:
@@ -193,7 +189,7 @@ class TokenBridge:
     def _removes_thoughts(self, role: str) -> bool:
         thought = f"{_OPEN_THOUGHT}\n{_THOUGHT}\n{_CLOSE_THOUGHT}\n\n{_REPLY}"
         messages = (Message("user", _USER), Message("assistant", thought), Message(role, _OBSERVATION))
-        return _THOUGHT not in self._text(messages, is_open=True)
+        return _THOUGHT not in self._text(messages)
 
     def _derive_tool_format(self) -> ToolFormat | None:
         """Find the tool family (`tools.py`) that reads this template's calls, and whether the template renders
@@ -218,8 +214,9 @@ class TokenBridge:
         is_rendered = _TOOL in asked and asked.rpartition(_USER)[2] == plain.rpartition(_USER)[2]
         return None if family is None else ToolFormat(family, is_rendered)
 
-    def _text(self, messages: Sequence[Message], *, is_open: bool, tools: Sequence[Any] = ()) -> str:
-        return self._render([{"role": m.role, "content": m.content} for m in messages], is_open=is_open, tools=tools)
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        return self._render(chat, is_open=True, tools=tools)
 
     def _render(self, chat: Sequence[dict[str, Any]], *, is_open: bool, tools: Sequence[Any]) -> str:
         render = self._tokenizer.hf.apply_chat_template

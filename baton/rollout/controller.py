@@ -127,12 +127,7 @@ class RolloutController:
             self.seconds["environment"] = 0.0
 
     def begin(
-        self,
-        version: int,
-        cursor: StreamCursor,
-        carried: Sequence[OpenGroup] = (),
-        *,
-        num_batches: float = math.inf,
+        self, version: int, cursor: StreamCursor, carried: Sequence[OpenGroup] = (), *, num_batches: float = math.inf
     ) -> None:
         """Start the rollouts. `version`: number of batches that earlier processes delivered. `cursor`: position in the
         prompt stream, from the journal. `carried`: groups that an earlier process left open. `num_batches`: number of
@@ -151,8 +146,7 @@ class RolloutController:
             finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.scored]
             self._submit(own, finished)
         for group in carried:
-            if group.issued.group_id in self._groups:  # else the scheduler has filtered it
-                self._restore_episodes(group)
+            self._restore_episodes(group)
         self._slots = 0
         self._update_capacity()
 
@@ -330,14 +324,18 @@ class RolloutController:
         episode. Ignore the message if the group is already in a batch, or if the noise seed shows that the message is
         about an evaluation."""
         group, index = self._groups.get(revoked.group_id), revoked.sample_index
-        if group is None or revoked.noise_seed not in self._noise_seeds(group, index):
+        if group is None:
             return
-        lease_id = self._lease_of.get((revoked.group_id, index))
+        key, over = (revoked.group_id, index), group.episodes.get(index)
+        num_paths = self._player.num_paths(key) if over is None else len(over.paths)
+        if revoked.noise_seed not in path_seeds(self._sampling.noise_seed, num_paths):
+            return
+        lease_id = self._lease_of.get(key)
         if lease_id is not None:
             self._worker.transport.send(AbortLease(lease_id))  # a lease of another path of the episode still runs
             self._end_lease(lease_id)
         group.scored.pop(index, None)
-        over = group.episodes.pop(index, None)
+        group.episodes.pop(index, None)
         if over is not None and over.episode is not None:
             # Restore the episode, so that `begin_again` counts a new attempt and no two actions have the same key.
             self._player.restore(group.issued.prompt, over.trajectory, over.episode)
@@ -393,18 +391,12 @@ class RolloutController:
 
     # ---- multi-turn episodes -----------------------------------------------------------------------------------------
 
-    def _noise_seeds(self, group: _Group, index: int) -> list[int]:
-        """Return the noise seeds of a trajectory, or of the paths of its episode."""
-        over = group.episodes.get(index)
-        num_paths = self._player.num_paths((group.issued.group_id, index)) if over is None else len(over.paths)
-        return path_seeds(self._sampling.noise_seed, num_paths)
-
     def _restore_episodes(self, group: OpenGroup) -> None:
         """Continue the episodes of an earlier process. If an episode's turn had ended, send its action to the
         environment. An episode whose environment forbids replay starts again."""
-        if not self._player.plays(group.issued.prompt):
+        own = self._groups.get(group.issued.group_id)
+        if own is None or not self._player.plays(group.issued.prompt):  # without `own`, the scheduler has filtered it
             return
-        own = self._groups[group.issued.group_id]
         for trajectory in group.members:
             index = trajectory.sample_index
             if not group.has_begun(index):

@@ -92,8 +92,6 @@ class EpisodeRules:
     """The limits of a multi-turn task. A limit counts only tokens that the policy writes, unless its name or docstring
     says otherwise."""
 
-    environment: str
-    """Name of the environment in requests to the `EnvironmentClient`."""
     max_turns: int
     max_turn_tokens: int
     max_observation_tokens: int
@@ -177,7 +175,7 @@ class EpisodeSetup:
     inbox: EnvironmentInbox
     bridge: TokenBridge
     tasks: Mapping[str, EpisodeRules]
-    """Name of a multi-turn task → its rules."""
+    """Name of a multi-turn task, which is also the name of its environment → its rules."""
     max_context_tokens: int
     budget: ErrorBudget = field(default_factory=ErrorBudget)
 
@@ -266,7 +264,12 @@ class EpisodePlayer:
         if opened.block is None:
             opened.block = self._setup.budget.begin()
         self._acting.add(key)
-        self._setup.inbox.client.submit(self._request(opened, rules, self._action(trajectory)))
+        log = tuple(Turn(exchange.action, exchange.digest) for exchange in opened.episode.exchanges)
+        problem = opened.prompt.metadata
+        seed, row, first_digest = problem["seed"], problem["row"], problem.get("first_digest", "")
+        attempt, action = self._episode_key(opened), self._action(trajectory)
+        request = ActRequest(attempt, prompt.task, seed, row, log, action, first_digest)
+        self._setup.inbox.client.submit(request)
         return None
 
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
@@ -320,21 +323,12 @@ class EpisodePlayer:
 
     def _observed(self, opened: _Open, answer: Observation) -> Continued | ScoredTrajectory:
         trajectory, episode = opened.trajectory, opened.episode
+        action, path = self._action(trajectory), len(episode.earlier)
         exchange = Exchange(
-            trajectory.num_tokens,
-            self._action(trajectory),
-            answer.reward,
-            answer.text,
-            answer.digest,
-            answer.seconds,
-            len(episode.earlier),
-            answer.tool,
+            trajectory.num_tokens, action, answer.reward, answer.text, answer.digest, answer.seconds, path, answer.tool
         )
         opened.episode = episode = msgspec.structs.replace(
-            episode,
-            exchanges=(*episode.exchanges, exchange),
-            metrics=answer.metrics,
-            is_success=answer.is_success,
+            episode, exchanges=(*episode.exchanges, exchange), metrics=answer.metrics, is_success=answer.is_success
         )
         rules = self._tasks[opened.prompt.task]
         if answer.is_terminated or answer.is_truncated:
@@ -397,19 +391,6 @@ class EpisodePlayer:
         return ScoredTrajectory(trajectory, environment_reward(episode), episode)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
-
-    def _request(self, opened: _Open, rules: EpisodeRules, action: str) -> ActRequest:
-        log = tuple(Turn(exchange.action, exchange.digest) for exchange in opened.episode.exchanges)
-        problem = opened.prompt.metadata
-        return ActRequest(
-            self._episode_key(opened),
-            rules.environment,
-            problem["seed"],
-            problem["row"],
-            log,
-            action,
-            problem.get("first_digest", ""),
-        )
 
     def _episode_key(self, opened: _Open) -> EpisodeKey:
         return EpisodeKey(self._stream, *_key(opened.trajectory), opened.episode.attempt)

@@ -73,9 +73,10 @@ class RolloutScheduler:
         """Number of trajectories whose environment has not answered yet."""
         self._is_requested = False
         self._is_paused = False
-        self._is_changing = True
-        """True until the workers serve the latest published version. While this value is True, no lease is assigned,
-        unless workers load versions while leases run (`Rules.is_in_flight`)."""
+        self._is_changing = False
+        """True from the publication of a version until the workers serve it. Meanwhile no lease is assigned, and the
+        version is loaded when the last lease has ended, unless workers load versions while leases run
+        (`Rules.is_in_flight`)."""
         self._published = version
         self._served: int | None = None
         """Version of the last `VersionServed` event; None before the first one."""
@@ -113,7 +114,11 @@ class RolloutScheduler:
                 self._busy_slot_s += busy_s
                 self._slot_s += slot_s
             self._last_s = event.at_s
-        return [*self._apply_event(event), *self._deliver(), *self._assign()]
+        commands = [*self._apply_event(event)]
+        if self._is_changing and not self._is_loading and not self._leased:
+            self._is_loading = True
+            commands.append(ev.Load(self._published))
+        return [*commands, *self._deliver(), *self._assign()]
 
     @property
     def _is_running(self) -> bool:
@@ -135,7 +140,7 @@ class RolloutScheduler:
 
     @property
     def num_carried_tokens(self) -> int:
-        return sum(t.num_tokens for g in self._groups.values() for t in g.members)
+        return sum(group.num_tokens for group in self._groups.values())
 
     def groups(self) -> Iterable[TrackedGroup]:
         return self._groups.values()
@@ -153,12 +158,10 @@ class RolloutScheduler:
             case ev.Finished():
                 self._release(event, TrajectoryState.SCORING)
                 self.step.finished += 1
-                yield from self._load_when_free()
             case ev.TurnEnded():
                 self._release(event, TrajectoryState.ACTING)
                 self.num_acting += 1
                 self.step.turns += 1
-                yield from self._load_when_free()
             case ev.Observed():
                 trajectory = self._release(event, TrajectoryState.PENDING)
                 trajectory.begins_turn = True
@@ -167,15 +170,13 @@ class RolloutScheduler:
                 yield from self._begin_again(self._release(event, TrajectoryState.PENDING), cause)
             case ev.LeaseEnded():
                 self._put_back(self._release(event, TrajectoryState.PENDING))
-                yield from self._load_when_free()
             case ev.Rewarded():
                 yield from self._on_reward(event)
             case ev.Capacity(slots=slots, queue=queue):
                 self._slots, self._max_leases = slots, slots + queue
             case ev.TokensLost(cause=cause, num_tokens=num_tokens):
                 self.ledger.generated += num_tokens
-                self.ledger.lose(cause, num_tokens)
-                self.step.lost_tokens += num_tokens
+                self._lose(cause, num_tokens)
             case ev.Revoked():
                 yield from self._on_revoked(event)
             case ev.VersionTrained():
@@ -183,13 +184,14 @@ class RolloutScheduler:
             case ev.VersionServed(version=version):
                 self._is_loading, self._served = False, version
                 self._is_changing = version != self._published
-                yield from self._load_when_free()
             case ev.BatchRequested():
                 assert not self._is_requested, "a batch is requested twice"
                 assert self._delivered == self.version, "a batch is requested before the last batch has been trained"
                 self._is_requested = True
                 if self.rules.is_adaptive:
-                    self.overprovision = self._search.next(self._slot_use())
+                    wasted = self.ledger.masked + self.ledger.dropped + self.ledger.lost.total()
+                    use = SlotUse(self.ledger.generated - wasted, self._busy_slot_s, self._slot_s)
+                    self.overprovision = self._search.next(use)
             case ev.DispatchPaused():
                 self._is_paused = True
                 yield from self._abort_all()
@@ -207,15 +209,16 @@ class RolloutScheduler:
                 self._buffer.reopened(event.group_id)
             group.num_unscored += 1
         yield from self._begin_again(trajectory, event.cause)
-        yield from self._load_when_free()
 
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
         """Discard a trajectory's tokens, and generate it again. `cause`: key of the tokens in `Ledger.lost`."""
-        forgotten = trajectory.forget()
-        self.ledger.lose(cause, forgotten)
-        self.step.lost_tokens += forgotten
+        self._lose(cause, trajectory.forget())
         yield ev.Restart(trajectory.group_id, trajectory.sample_index)
         self._put_back(trajectory)
+
+    def _lose(self, cause: str, num_tokens: int) -> None:
+        self.ledger.lost[cause] += num_tokens
+        self.step.lost_tokens += num_tokens
 
     def _on_tokens(self, event: ev.TokensReceived) -> None:
         trajectory = self._trajectory(event)
@@ -252,7 +255,6 @@ class RolloutScheduler:
             yield ev.Load(event.version)
         elif self.rules.on_new_version == "resume":
             yield from self._abort_all()
-        yield from self._load_when_free()
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +264,8 @@ class RolloutScheduler:
         if submitted >= self._most_groups:
             return False
         if rules.mode == "partial":
-            # acting episodes count too: otherwise groups would be opened without limit while environments run
             if math.isinf(self.overprovision):
+                # acting episodes count too: otherwise groups would be opened without limit while environments run
                 return len(self._leased) + self.num_acting < (rules.max_concurrency or math.inf)
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
@@ -290,11 +292,10 @@ class RolloutScheduler:
             if not self._pending:
                 yield from self._open()
             has_no_tokens, group_id, sample_index = heapq.heappop(self._pending)
-            group = self._groups.get(group_id)
-            trajectory = None if group is None else group.members[sample_index]
-            if trajectory is None or trajectory.state is not TrajectoryState.PENDING:
+            if (group := self._groups.get(group_id)) is None:
                 continue
-            if has_no_tokens == bool(trajectory.num_tokens):
+            trajectory = group.members[sample_index]
+            if trajectory.state is not TrajectoryState.PENDING or has_no_tokens == bool(trajectory.num_tokens):
                 continue
             trajectory.state = TrajectoryState.LEASED
             self._leased[group_id, sample_index] = None
@@ -321,7 +322,9 @@ class RolloutScheduler:
         advantages are zero (DAPO, arXiv 2503.14476, section 3.2). Raises UserError at `FILTERED_LIMIT`."""
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
-            yield from self._discard(group, "filtered")
+            del self._groups[group.group_id]
+            self.ledger.filtered += group.num_tokens
+            yield ev.Discard(group.group_id, "filtered")
             self.step.filtered_groups += 1
             limit = FILTERED_LIMIT * self.rules.batch_groups
             if self.step.filtered_groups >= limit:
@@ -363,30 +366,13 @@ class RolloutScheduler:
             self.step.requeued_groups += 1
         else:
             self.step.dropped_groups += 1
-        yield from self._discard(group, "dropped")
-
-    def _discard(self, group: TrackedGroup, cause: str) -> Iterator[ev.Command]:
         del self._groups[group.group_id]
-        if cause == "filtered":
-            self.ledger.filtered += group.num_tokens
-        else:
-            self.ledger.dropped += group.num_tokens
-        yield ev.Discard(group.group_id, cause)
+        self.ledger.dropped += group.num_tokens
+        yield ev.Discard(group.group_id, "dropped")
 
     def _abort_all(self) -> Iterator[ev.Command]:
         for key in sorted(self._leased):
             yield ev.AbortTrajectory(*key)
-
-    def _slot_use(self) -> SlotUse:
-        ledger = self.ledger
-        wasted = ledger.masked + ledger.dropped + ledger.lost.total()
-        return SlotUse(ledger.generated - wasted, self._busy_slot_s, self._slot_s)
-
-    def _load_when_free(self) -> Iterator[ev.Command]:
-        """Load the published version if no trajectory is leased under the previous version."""
-        if self._is_changing and not self._is_loading and not len(self._leased):
-            self._is_loading = True
-            yield ev.Load(self._published)
 
     # ---- states ------------------------------------------------------------------------------------------------------
 

@@ -120,9 +120,6 @@ class Ledger:
     dropped: int = 0
     lost: Counter[str] = field(default_factory=Counter)
 
-    def lose(self, cause: str, num_tokens: int) -> None:
-        self.lost[cause] += num_tokens
-
     @property
     def settled(self) -> int:
         """Number of generated tokens that are not carried."""

@@ -103,11 +103,7 @@ class WorkerClient:
         self._waited_s, self._looked_s = 0.0, self.clock()
 
     def receive(
-        self,
-        timeout_s: float,
-        num_waiting: int,
-        names: Iterable[str],
-        beside: Sequence[FrameSocket] | None = None,
+        self, timeout_s: float, num_waiting: int, names: Iterable[str], beside: Sequence[FrameSocket] | None = None
     ) -> Sequence[FromPort]:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 

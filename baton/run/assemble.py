@@ -490,7 +490,6 @@ def open_episodes(
     pool = EnvironmentPool(specs, recipe.environments)
     rules = {
         own.name: EpisodeRules(
-            own.name,
             own.max_turns,
             own.max_turn_tokens or recipe.rollout.max_new_tokens,
             own.max_observation_tokens,

@@ -45,10 +45,8 @@ class SimulatedEnginePool(SimulatedTransport):
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):
-            self._queue.add(self._script.limited(message))
-            self._is_due = True
-        else:
-            self._hand_over(self._queue.abort(message))
+            message, self._is_due = self._script.limited(message), True
+        self._hand_over(self._queue.take(message))
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
         self._end_pause()

@@ -245,4 +245,4 @@ class Simulation(BatchRecords):
 
     def resumed(self, carried: Sequence[OpenGroup]) -> None:
         if self.lineage:
-            self.record.lose("restart", self._carried_tokens - self.scheduler.ledger.generated)
+            self.record.lost["restart"] += self._carried_tokens - self.scheduler.ledger.generated

@@ -72,8 +72,7 @@ class EnvironmentTask:
         digest = blake3(f"environment:{self.name}:{seed}:{index}".encode()).digest(length=4)
         reset_seed = int.from_bytes(digest, "big")
         row = dict(self.rows[index % len(self.rows)]) if self.rows else {}
-        key = EpisodeKey(-1, 0, 0)
-        first = self._reset(ActRequest(key, self.name, reset_seed, row))
+        first = self._reset(ActRequest(EpisodeKey(-1, 0, 0), self.name, reset_seed, row))
         if isinstance(first, ActFailure):
             raise UserError(f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause})")
         question = "\n\n".join(filter(None, (first.instructions, first.text)))

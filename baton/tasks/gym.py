@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import re
 import sys
 from contextlib import redirect_stdout
 from difflib import get_close_matches
@@ -24,7 +25,6 @@ from baton.errors import UserError
 from baton.rewards.functions import number
 from baton.rewards.scorer_protocol import Score, Scorer, ScorerSpec
 from baton.tasks.arithmetic import OWN_TASKS, ArithmeticProblems
-from baton.tasks.gym_answer_filter import may_be_scored
 from baton.tasks.problem import Problem
 from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 
@@ -45,6 +45,29 @@ HOW_TO_INSTALL = (
 )
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
 """Compiled module → the task that needs it. reasoning-gym imports all of these modules when it is imported."""
+_NUMBER = re.compile(r"[-+]?[\d\s.,/]*([eE][-+]?\d{1,2})?\s*%?")
+_ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[\d\s+\-*/.()]*", re.DOTALL)
+_LITERAL = re.compile(r"[\w\s,'\"\[\]-]*")
+_FORMULA = re.compile(
+    r"(?!.*[\d.]\s*\*\s*\*)"  # refuses a power of a number: 9**9**9
+    r"([\d\s+\-*/.()=]|(?<![A-Za-z.\d])(sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|sqrt|pi|[A-Za-z])(?![A-Za-z]))*",
+    re.DOTALL,
+)
+_PLAIN_ANSWERS: dict[str, re.Pattern[str]] = {
+    "binary_matrix": _LITERAL,
+    "coin_flip": _NUMBER,
+    "countdown": _ARITHMETIC,
+    "intermediate_integration": _FORMULA,
+    "n_queens": _LITERAL,
+    "polynomial_multiplication": _FORMULA,
+    "puzzle24": _ARITHMETIC,
+    "simple_integration": _FORMULA,
+    "spiral_matrix": _LITERAL,
+    "string_insertion": _LITERAL,
+}
+"""reasoning-gym task whose scorer evaluates the answer → pattern of the admitted answers."""
+_MAX_ANSWER_CHARACTERS = 2_000
+"""Maximum length of an answer. Longer answers could be nested so deeply that the evaluation exhausts time or stack."""
 
 
 class GymTask:
@@ -106,7 +129,7 @@ class GymTask:
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Score an answer with reasoning-gym's verifier. If the metadata has no entry, generate it from seed and index.
-        An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0."""
+        An answer that must not be passed to the verifier (`may_be_scored`) scores 0."""
         if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
         if "entry" in metadata:
@@ -151,6 +174,17 @@ def gym_scorer(task: str, gym_name: str, params: dict[str, Any]) -> Score:
     """Return the scorer of a task. A worker process calls this function by the import path in a `ScorerSpec`."""
     gym_task = GymTask(task, gym_name, params, is_compact=False)
     return lambda call: number(gym_task.score(call.answer, call.prompt.answer, call.prompt.metadata))
+
+
+def may_be_scored(gym_name: str, answer: str) -> bool:
+    """Return whether an answer may be passed to the task's scorer.
+
+    Some scorers pass the answer to `eval`, or to sympy's `parse_expr`, which calls `eval`. An answer such as
+    `__import__('os').system(…)` would be executed, and `9**9**9**9` would not return. Answers are untrusted, because
+    the policy writes them. For these tasks, only the plain form that the task asks for is admitted.
+    """
+    plain = _PLAIN_ANSWERS.get(gym_name)
+    return plain is None or (len(answer) <= _MAX_ANSWER_CHARACTERS and plain.fullmatch(answer) is not None)
 
 
 def gym_tasks() -> list[str]:

@@ -43,15 +43,11 @@ class PromptLengths(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.rows is None:
-            text = (
-                f"{self.task}: generated; the longest of {SAMPLE} prompts has {self.longest_tokens} tokens, "
-                f"{self.max_tokens} are allowed"
-            )
+            longest = f"generated; the longest of {SAMPLE} prompts"
         else:
-            text = (
-                f"{self.task}: {self.rows} rows; {self.held_out or 'no'} distinct problems are held out or in a test "
-                f"set; the longest prompt has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
-            )
+            held_out = f"{self.held_out or 'no'} distinct problems are held out or in a test set"
+            longest = f"{self.rows} rows; {held_out}; the longest prompt"
+        text = f"{self.task}: {longest} has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
         return text if not self.too_long else f"{text}; {self.too_long} prompts are too long and are skipped"
 
 
@@ -78,7 +74,7 @@ def measure(
         for length in _lengths(mixture, name, problems, num_tokens, max_tokens):
             on_measured(1)
             longest, too_long = max(longest, length), too_long + (length > max_tokens)
-        if too_long and mixture.refuses_long[name]:
+        if too_long and mixture.settings[name].too_long == "refuse":
             raise UserError(
                 f"task {name!r}: {too_long} prompts are longer than {max_tokens} tokens, the longest has {longest}, "
                 f"and engine.max_context_tokens is {max_context_tokens} for prompt and response together; raise it, "

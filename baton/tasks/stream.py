@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -197,16 +196,13 @@ class TaskMixture:
             raise UserError(
                 f"[[task]] and [[eval.task]]: the name {min(twice)!r} is used twice; give each task its own name"
             )
-        opened = {s.name: s.build(environments, tool_format) for s in every}
-        self.tasks: dict[str, Task] = {s.name: opened[s.name] for s in settings}
-        self.tests: dict[str, Task] = {s.name: opened[s.name] for s in tests}
+        self.tasks: dict[str, Task] = {s.name: s.build(environments, tool_format) for s in settings}
+        self.tests: dict[str, Task] = {s.name: s.build(environments, tool_format) for s in tests}
         """Test sets. Without test sets, evaluations use the held-out problems of `tasks`."""
         self.weights = [s.weight for s in settings]
-        self.refuses_long = {s.name: s.too_long == "refuse" for s in every}
-        """Task name → whether the run must not start when the task has a prompt that is too long."""
-        self._own_limits = {s.name: s.max_prompt_tokens or sys.maxsize for s in every}
-        self.max_tokens = self._own_limits
-        """Task name → maximum number of tokens of its prompts."""
+        self.settings = {s.name: s for s in every}
+        self.max_tokens: dict[str, int] = {}
+        """Task name → maximum number of tokens of its prompts; empty until the method `limit` sets the maxima."""
         self.answers = {s.name: s.answer or answer for s in every}
         """Task name → answer format."""
         self.samples = {s.name: s.samples for s in tests if s.samples is not None}
@@ -253,7 +249,7 @@ class TaskMixture:
     def limit(self, num_tokens: Callable[[Prompt], int], max_tokens: int) -> None:
         """Skip prompts with more than `max_tokens` tokens, or with more than their task's `max_prompt_tokens`, in the
         training stream and in the held-out set."""
-        self.max_tokens = {name: min(max_tokens, own) for name, own in self._own_limits.items()}
+        self.max_tokens = {s.name: min(max_tokens, s.max_prompt_tokens or max_tokens) for s in self.settings.values()}
         self.has_room = lambda prompt: num_tokens(prompt) <= self.max_tokens[prompt.task]
 
     def trains_on(self, name: str, problem: Problem) -> bool:

@@ -202,7 +202,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     setup = EpisodeSetup(
         EnvironmentInbox(ScriptedEnvironment(num_turns, observation_tokens)),
         ScriptedBridge(),  # type: ignore[arg-type]
-        {"script": EpisodeRules("script", NO_LIMIT, turn_tokens, NO_LIMIT)},
+        {"script": EpisodeRules(NO_LIMIT, turn_tokens, NO_LIMIT)},
         NO_LIMIT,
     )
     player = EpisodePlayer(setup, sampling) if turn_tokens else None

@@ -198,7 +198,7 @@ class BridgeBench:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.bridge, self._model = tokenizer, TokenBridge(tokenizer), Model()
         self.counts: Counter[str] = Counter()
-        self._rules = EpisodeRules("script", max_turns=6, max_turn_tokens=400, max_observation_tokens=300)
+        self._rules = EpisodeRules(max_turns=6, max_turn_tokens=400, max_observation_tokens=300)
         self._vocabulary = len(tokenizer.hf)
         setup = EpisodeSetup(EnvironmentInbox(Environments(self._answer)), self.bridge, {"script": self._rules}, 5000)
         self._player = EpisodePlayer(setup, SeededSampling(SamplingParams(1500), 1))

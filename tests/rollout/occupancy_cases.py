@@ -287,7 +287,7 @@ class OccupancyRun:
         recipe = RolloutSettings(
             mode="async", batch_groups=load.batch_groups, group_size=GROUP_SIZE, max_staleness=load.open_per_slot
         )
-        rules = EpisodeRules("sleep", load.max_turns, 2 * load.turn_tokens, 32)
+        rules = EpisodeRules(load.max_turns, 2 * load.turn_tokens, 32)
         setup = EpisodeSetup(EnvironmentInbox(client), bridge or PlainBridge(), {"sleep": rules}, 1024)
         sampling = SeededSampling(SamplingParams(2 * load.turn_tokens * load.max_turns), 1)
         self.transport = PacedTransport(load, clock)

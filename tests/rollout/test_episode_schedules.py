@@ -71,9 +71,7 @@ class Plan:
         }
         if mode != "sync":
             self.values["on_new_version"] = dice.choice(["resume", "keep"])
-        self.rules = EpisodeRules(
-            "rooms", 8, dice.choice([3, 20]), dice.choice([2, 50]), may_replay=dice.random() < 0.7
-        )
+        self.rules = EpisodeRules(8, dice.choice([3, 20]), dice.choice([2, 50]), may_replay=dice.random() < 0.7)
         self.new_path_every = dice.choice([0, 0, 1, 2])
         self.num_kills = dice.choice([0, 1, 2])
 
@@ -245,7 +243,7 @@ def test_each_token_of_an_episode_has_the_logprob_of_the_weights_of_its_version(
     bench = RealBench(
         mode,
         ScriptedEnvironments(5),
-        rules=EpisodeRules("rooms", 8, 12, 50),
+        rules=EpisodeRules(8, 12, 50),
         bridge=SmallBridge(),
         port=LocalTransport(engine),
         source=SmallPrompts(),

@@ -210,7 +210,7 @@ class Bench:
         settings = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=4)
         self.environments = environments or ScriptedEnvironments()
         self.source, self.journal = source or Prompts(), journal
-        rules = rules or EpisodeRules("rooms", max_turns=8, max_turn_tokens=20, max_observation_tokens=50)
+        rules = rules or EpisodeRules(max_turns=8, max_turn_tokens=20, max_observation_tokens=50)
         self.setup = EpisodeSetup(
             EnvironmentInbox(self.environments), bridge or PlainBridge(), {"rooms": rules}, CONTEXT,
             ErrorBudget(max_failed_share),
@@ -318,7 +318,7 @@ def bench_prompt(bench: Bench, member: ScoredTrajectory) -> str:
 
 
 def test_the_trainer_finds_the_turns_of_an_episode_whose_discounted_rewards_are_its_reward() -> None:
-    rules = EpisodeRules("rooms", max_turns=8, max_turn_tokens=20, max_observation_tokens=50, discount=0.5)
+    rules = EpisodeRules(max_turns=8, max_turn_tokens=20, max_observation_tokens=50, discount=0.5)
     bench = Bench("sync", rules=rules, bridge=PlainBridge(new_path_every=2))
     bench.run(4)
     rows = training_samples([g for batch in bench.batches for g in batch], AlgorithmSettings(turn_rewards=True))
@@ -400,7 +400,7 @@ def test_a_controller_that_is_killed_at_any_moment_resumes_its_episodes(
 
 
 def test_an_episode_that_may_not_be_replayed_begins_again_after_a_kill(tmp_path: Path) -> None:
-    rules = EpisodeRules("rooms", 8, 20, 50, may_replay=False)
+    rules = EpisodeRules(8, 20, 50, may_replay=False)
     journal = Journal(tmp_path / "journal.sqlite", keeps_partials=True)
     first = Bench("partial", journal=journal, rules=rules, **MODES["partial"])
     first.run(1)
@@ -435,7 +435,7 @@ def test_a_failed_environment_restarts_the_episode_and_then_leaves_it_without_a_
         )
 
     environments = ScriptedEnvironments(fails=fails)
-    rules = EpisodeRules("rooms", 8, 20, 50, max_attempts=3)
+    rules = EpisodeRules(8, 20, 50, max_attempts=3)
     bench = Bench("sync", environments, rules=rules)
     bench.run(4)
     found = {int(bench_prompt(bench, m)): m for m in members(bench.batches) if m.trajectory.sample_index == 0}
@@ -489,7 +489,7 @@ def test_a_run_whose_environments_often_fail_late_ends_although_most_calls_succe
     def fails(request: ActRequest) -> bool:
         return len(request.log) == 2 and request.key.group_id % 2 == 0
 
-    rules = EpisodeRules("rooms", 8, 20, 50, max_attempts=1)
+    rules = EpisodeRules(8, 20, 50, max_attempts=1)
     for share, is_over in ((0.1, True), (1.0, False)):
         bench = Bench("sync", ScriptedEnvironments(fails=fails), rules=rules, max_failed_share=share)
         bench.begin()
@@ -602,7 +602,7 @@ def test_an_episode_whose_environment_failed_is_not_submitted_and_its_siblings_a
     def fails(request: ActRequest) -> bool:
         return request.key.sample_index == request.seed % 2
 
-    rules = EpisodeRules("rooms", 8, 20, 50, max_attempts=2)
+    rules = EpisodeRules(8, 20, 50, max_attempts=2)
     scorer = LateFunctions(sees_groups=sees_groups)
     bench = Bench("sync", ScriptedEnvironments(fails=fails), rules=rules, scorer=scorer)
     bench.run(3)
@@ -636,7 +636,7 @@ def test_changed_functions_score_recorded_episodes_again_and_removed_ones_leave_
 
 def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() -> None:
     def finishes(**limits: int) -> set[EpisodeFinish | None]:
-        rules = EpisodeRules("rooms", **{"max_turns": 8, "max_turn_tokens": 20, "max_observation_tokens": 50, **limits})
+        rules = EpisodeRules(**{"max_turns": 8, "max_turn_tokens": 20, "max_observation_tokens": 50, **limits})
         bench = Bench("sync", rules=rules)
         bench.run(4)
         for member in members(bench.batches):
@@ -649,7 +649,7 @@ def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() 
 
 
 def test_a_last_turn_with_its_own_budget_is_sent_where_the_episodes_budget_ends_too() -> None:
-    rules = EpisodeRules("rooms", max_turns=5, max_turn_tokens=MAX_NEW_TOKENS // 5, max_observation_tokens=2)
+    rules = EpisodeRules(max_turns=5, max_turn_tokens=MAX_NEW_TOKENS // 5, max_observation_tokens=2)
     settings = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=4)
     endless = LocalTransport(FakeEngine(settings, PolicyVersion("a", 0), lambda group_id, sample_index: 1000))
     bench = Bench("sync", rules=rules, port=endless)
@@ -660,7 +660,7 @@ def test_a_last_turn_with_its_own_budget_is_sent_where_the_episodes_budget_ends_
 
 
 def test_metrics_by_turn_are_those_of_the_episodes_that_ended() -> None:
-    rules = EpisodeRules("rooms", max_turns=2, max_turn_tokens=20, max_observation_tokens=2)
+    rules = EpisodeRules(max_turns=2, max_turn_tokens=20, max_observation_tokens=2)
     bench = Bench("sync", rules=rules, bridge=PlainBridge(new_path_every=3))
     bench.run(3)
     ended = [m.episode for m in members(bench.batches) if m.episode]
@@ -770,7 +770,7 @@ def test_an_episode_is_taken_back_as_a_whole_wherever_it_is(turn: int, path: int
 def test_a_quarantine_does_not_use_up_an_attempt_of_the_environment() -> None:
     """Attempts 0 and 2 fail with their environment, attempt 1 is taken back: two failures of three."""
     environments = ScriptedEnvironments(fails=lambda request: request.key.attempt in (0, 2))
-    bench = Bench("sync", environments, rules=EpisodeRules("rooms", 8, 20, 50, max_attempts=3))
+    bench = Bench("sync", environments, rules=EpisodeRules(8, 20, 50, max_attempts=3))
     revoked = revoke_at(bench, 1, 1, attempt=1)
     bench.run(4)
     taken_back = [

@@ -88,7 +88,7 @@ def test_no_answer_hangs_a_scorer_or_runs_as_code(tmp_path: Path) -> None:
     ],
 )
 def test_answers_in_the_form_that_a_task_asks_for_reach_its_scorer(name: str, answers: list[str]) -> None:
-    from baton.tasks.gym_answer_filter import may_be_scored
+    from baton.tasks.gym import may_be_scored
 
     assert all(may_be_scored(name, answer) for answer in answers)
 
