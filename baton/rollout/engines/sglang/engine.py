@@ -60,7 +60,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
         for key in keys:
             self.running[key].is_ending = True
         if keys:
-            self._client.end(keys)
+            self.client.end(keys)
         else:
             super().abort(lease_id)
 
@@ -83,7 +83,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
             with writing(directory):
                 self._skeleton.save(directory)
                 save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
-            self._client.load(str(directory), label)
+            self.client.load(str(directory), label)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -103,7 +103,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         if said.weights is not None and said.weights != self._label:
             raise EngineFault(
-                f"{self._client.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
+                f"{self.client.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
                 "loaded weights; use a separate server for each engine"
             )
         return super()._append_tokens(said, running)

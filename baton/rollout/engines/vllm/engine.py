@@ -44,9 +44,8 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest, joined
-from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
+from baton.rollout.engines.vllm.client import VllmClient, VllmWorkers, set_up_environment
 from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
-from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
@@ -79,11 +78,6 @@ class VllmEngine(ExternalEngine[VllmClient]):
     )
 
     @property
-    def client(self) -> VllmClient:
-        """The connection to vLLM, for a process that calls vLLM's workers itself (`remote.py`)."""
-        return self._client
-
-    @property
     def mask_dtype(self) -> str | None:
         vocabulary = self._skeleton.model.config.get_text_config().vocab_size
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
@@ -105,32 +99,32 @@ class VllmEngine(ExternalEngine[VllmClient]):
         assert "weights" not in self._freed, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self._load_paused(tensors, version, label)
         if self._freed:
-            self._client.wake_up("kv_cache")
+            self.client.wake_up("kv_cache")
             self._freed = ()
 
     def _load_paused(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
             self.direct.load(tensors, version)
-            self._client.set_label(label)
+            self.client.set_label(label)
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
                 with writing(Path(directory)):
                     write_adapter(tensors, Path(directory))
-                self._client.load_adapter(directory, label)
+                self.client.load_adapter(directory, label)
                 return
             path = Path(directory) / "weights.safetensors"
             with writing(path):
                 save_file(dict(tensors), path)
-            taken = self._client.load(str(path), label)
+            taken = self.client.load(str(path), label)
         if taken != len(tensors):
             raise EngineFault(f"vLLM loaded only {taken} of the {len(tensors)} tensors of a version")
 
     def load_base(self) -> None:
         """Load the base weights on which adapters act; the engine still serves no version."""
-        self._client.pause()
+        self.client.pause()
         self._load_tensors(self._weights.whole(self._weights.base()), self.version, "base")
-        self._client.resume()
+        self.client.resume()
 
     def sleep(self) -> None:
         """Free the device memory of weights and KV cache. No lease may be waiting or running. May be called twice."""
@@ -138,21 +132,21 @@ class VllmEngine(ExternalEngine[VllmClient]):
         assert not left, f"the engine cannot sleep with {left} leases"
         if "weights" not in self._freed:
             # keep the base weights for vLLM's own LoRA; without LoRA, the next load replaces all weights
-            self._client.sleep(1 if self._settings.vllm.lora_rank else 2)
+            self.client.sleep(1 if self._settings.vllm.lora_rank else 2)
             self._freed = ("weights", "kv_cache")
 
     def wake_up(self) -> None:
         """Allocate the memory of the weights again. The caller must then call `load_weights`, which allocates the KV
         cache. May be called twice."""
         if "weights" in self._freed:
-            self._client.wake_up("weights")
+            self.client.wake_up("weights")
             self._freed = ("kv_cache",)
 
     @property
     def held_bytes(self) -> int:
         """Device memory that vLLM uses, in bytes, on the GPU with the largest value; 0 on a CPU."""
         timeout_s = self._settings.vllm.answer_timeout_s
-        return max(map(int, self._client.call_workers("held_bytes", None, timeout_s)))
+        return max(map(int, self.client.call_workers("held_bytes", None, timeout_s)))
 
     def _fill_slots(self) -> None:
         assert not (self._freed and self._table.waiting()), "an engine that has slept needs weights to generate"
@@ -172,11 +166,11 @@ class VllmEngine(ExternalEngine[VllmClient]):
         """Load all later versions by direct transfers."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
-        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=own.answer_timeout_s)
+        self.direct = DirectLoad(self.client, direct, world_size, timeout_s=own.answer_timeout_s)
         self._weights.on_host = direct.backend == "gloo"
         if direct.versions is not None:
             direct.versions.prepare = self._converted
-            self._client.detect_stops()
+            self.client.detect_stops()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
