@@ -89,15 +89,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._outbox: list[FromWorker] = []
         """Messages that methods other than `step` have produced. The next `step` returns these messages."""
         self._clock, self._active_s = clock, clock()
-        """`_active_s`: time of the last activity. Activities are receiving a token, starting a request and loading a
-        version."""
+        """`_active_s`: time of the last received token, started request or loaded version."""
         self._is_paused = False
         """Whether the program generates nothing because a load has begun and none has succeeded since."""
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
-        masks requires top-p or top-k, and raises UserError without them. An engine that does not report masks raises
-        UserError if top-p or top-k is set."""
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token, if an engine that reports sampling
+        masks gets a lease without top-p and top-k, or if another engine gets a lease with them."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(
@@ -106,8 +104,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             )
         if self.mask_dtype is None and (sampling.top_p < 1 or sampling.top_k):
             raise UserError(
-                f"trajectory {lease.trajectory.name}: got top_p {lease.sampling.top_p} and top_k "
-                f"{lease.sampling.top_k}, but {self._only_temperature}"
+                f"trajectory {lease.trajectory.name}: got top_p {sampling.top_p} and top_k {sampling.top_k}, but "
+                f"{self._only_temperature}"
             )
         super().submit(lease)
 

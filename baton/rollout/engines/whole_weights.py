@@ -4,6 +4,7 @@ SGLang load."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,6 @@ class WholeWeights:
         """Whether `whole` moves the tensors to host memory; otherwise the tensors stay on their device."""
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
-        self._base_tensors: Mapping[str, Tensor] | None = None
 
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a version by their names in a model file. Tied tensors occur once. Tensors in the
@@ -91,8 +91,7 @@ class WholeWeights:
             check_fit(self._model, self._own, tensors)
             return tensors
         if is_adapter(tensors):
-            base = self.base()
-            tensors = {**base, **dict(self._base.merged(base, tensors))}
+            tensors = {**self.base, **dict(self._base.merged(self.base, tensors))}
         check_fit(self._model, self._own, tensors)
         first = {id(p): name for name, p in self._model.named_parameters()}
         found: dict[str, Tensor] = {}
@@ -105,10 +104,9 @@ class WholeWeights:
         """Raise EngineFault if an adapter does not fit the model."""
         adapted_modules(self._own, tensors)
 
+    @cached_property
     def base(self) -> Mapping[str, Tensor]:
-        """Return the tensors of the base model. Raises EngineFault if `read_base` is None."""
-        if self._base_tensors is None:
-            if self._read_base is None:
-                raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")
-            self._base_tensors = dict(self._read_base())
-        return self._base_tensors
+        """Tensors of the base model. Raises EngineFault if `read_base` is None."""
+        if self._read_base is None:
+            raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")
+        return dict(self._read_base())

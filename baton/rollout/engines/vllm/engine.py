@@ -66,8 +66,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """An engine on vLLM."""
 
     direct: DirectLoad | None = None
-    """Loads versions directly from the memory of the trainer's process. None if vLLM reads versions from files in
-    `/dev/shm`."""
+    """Loads versions directly from the memory of the trainer's process; None if vLLM reads them from `/dev/shm`."""
     _freed: tuple[str, ...] = ()
     """vLLM's names for the parts of device memory that are currently freed."""
     # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs
@@ -123,7 +122,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def load_base(self) -> None:
         """Load the base weights on which adapters act; the engine still serves no version."""
         self.client.pause()
-        self._load_tensors(self._weights.whole(self._weights.base()), self.version, "base")
+        self._load_tensors(self._weights.whole(self._weights.base), self.version, "base")
         self.client.resume()
 
     def sleep(self) -> None:
@@ -239,8 +238,7 @@ def vllm_workers_of_model(model: ModelSettings, settings: EngineSettings, direct
 
 @contextmanager
 def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tuple[Path, ReadBase]]:
-    """Yield a directory of the whole model, and the function that reads its base. An adapter is merged into its
-    base."""
+    """Yield a directory of the whole model, with a merged adapter, and the function that reads its base."""
     _check_vllm(settings, source.device)
     files, path = ModelFiles(source, settings), source.path
     if files.base_path != path and settings.vllm.lora_rank:
@@ -367,9 +365,8 @@ def _arguments(
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a GPU, the only argument enables or disables sleep mode. On a CPU, vLLM
-    has no sleep mode, and the only argument is the size of the KV cache in bytes: about 1.25 times the size that all
-    slots need at full length."""
+    """Return vLLM's arguments for memory. On a GPU, they enable or disable sleep mode. A CPU has none; there, they set
+    the size of the KV cache: about 1.25 times what all slots need at full length."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
