@@ -229,7 +229,9 @@ class EmbeddedEngine(SlotEngine):
         if is_ordering or table.rows[:width] != self._params_rows:
             self._order_rows(width, is_ordering=is_ordering)
             self._params_rows = table.rows[:width]
-            self._params = self._gather_params(width)
+            params = [None if row is None else row.lease.sampling for row in self._params_rows]
+            params += [None] * (width - len(params))
+            self._params = row_params(params, self.network.vocabulary, device)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
         kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
@@ -267,11 +269,6 @@ class EmbeddedEngine(SlotEngine):
             self._table.reorder(order.tolist())
             self._inputs[:, : len(order)] = self._inputs[:, order]
             self._noise_keys[: len(order)] = self._noise_keys[order]
-
-    def _gather_params(self, width: int) -> RowParams:
-        rows = [*self._params_rows, *[None] * (width - len(self._params_rows))]
-        params = [row.lease.sampling if row is not None else None for row in rows]
-        return row_params(params, self.network.vocabulary, self.network.device)
 
     def _compact(self, width: int) -> None:
         """Move all rows, with their keys and values, into the lowest slots."""

@@ -306,7 +306,7 @@ class Network:
 
         def is_same(rows: int) -> bool:
             found = self._prefill(ids[:rows], shape._replace(rows=rows), pasts[:rows])
-            return all(_are_equal(a, b) for a, b in zip(found, full, strict=False))
+            return all(all(map(torch.equal, a.tensors, b.tensors)) for a, b in zip(found, full, strict=False))
 
         return (*(rows for rows in reversed(fewer) if is_same(rows)), most)
 
@@ -354,10 +354,6 @@ def _noise(like: Prefix, num_tokens: int) -> Prefix:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn((num_tokens, *t.shape[1:]), generator=generator).to(t) for t in like.tensors]
     return Prefix(tensors, num_tokens)
-
-
-def _are_equal(a: Prefix, b: Prefix) -> bool:
-    return all(map(torch.equal, a.tensors, b.tensors))
 
 
 def _widths(full: int) -> list[int]:

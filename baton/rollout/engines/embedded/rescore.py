@@ -88,11 +88,11 @@ class Rescorer:
         ids must be within the vocabulary, which `swarm/verification/checks.py` verifies first."""
         assert self.version is not None, "no version has been loaded"
         rows = [_row(claim, self.version) for claim in claims]
-        found: dict[int, Rescored] = {}
+        found = [self._result(row, ((), (), ())) for row in rows]
         for batch in self._batches([i for i, row in enumerate(rows) if row.places], rows):
-            found |= zip(batch, self._scored([rows[i] for i in batch]), strict=True)
-        empty = torch.empty(0, dtype=torch.float64)
-        return [found[i] if i in found else self._result(row, (empty,) * 3) for i, row in enumerate(rows)]
+            for i, rescored in zip(batch, self._scored([rows[i] for i in batch]), strict=True):
+                found[i] = rescored
+        return found
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
         """Yield batches of row indices, sorted by length. A padded batch of several rows has at most `MAX_TOKENS`."""
@@ -132,14 +132,13 @@ class Rescorer:
             parts.append(token_scores(logits_NV, targets_N[piece], uniform_N[piece], params, kept))
         lengths = [len(row.places) for row in rows]
         columns = [torch.split(torch.cat(column).cpu(), lengths) for column in zip(*parts, strict=True)]
-        return [self._result(row, scores) for row, scores in zip(rows, zip(*columns, strict=True), strict=True)]
+        by_row = [[tuple(scores.tolist()) for scores in own] for own in zip(*columns, strict=True)]
+        return [self._result(row, scores) for row, scores in zip(rows, by_row, strict=True)]
 
-    def _result(self, row: _Row, scores: Sequence[Tensor]) -> Rescored:
+    def _result(self, row: _Row, scores: Sequence[tuple[float, ...]]) -> Rescored:
         assert self.version is not None
-        trajectory, temperature = row.claim.trajectory, row.claim.sampling.temperature
-        numbers = [tuple(column.tolist()) for column in scores]
-        behavior = row.behavior_logprobs
-        return Rescored(trajectory.name, self.version, temperature, row.places, row.token_ids, behavior, *numbers)
+        name, temperature = row.claim.trajectory.name, row.claim.sampling.temperature
+        return Rescored(name, self.version, temperature, row.places, row.token_ids, row.behavior_logprobs, *scores)
 
 
 def _row(claim: Claim, version: int) -> _Row:
