@@ -69,22 +69,18 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Raise UserError for a target with which PEFT would train no layer, or other layers than the engines."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    linear = ", ".join(_linear_layers(model))
     for target in targets:
         found = [part for name, part in model.named_modules() if f".{name}".endswith(f".{target}")]
         what = f"lora.targets: got {target!r}, which"
         if not found and not any(f".{target}." in f".{name}." for name in all_tensors(model)):  # of all stages
-            raise UserError(
-                f"{what} matches no layer of {type(model).__name__}; its linear layers are "
-                f"{', '.join(_linear_layers(model))}"
-            )
+            raise UserError(f"{what} matches no layer of {type(model).__name__}; its linear layers are {linear}")
         if not all(isinstance(part, torch.nn.Linear | Conv1D) for part in found):
-            raise UserError(
-                f"{what} matches a layer that is not linear; allowed are {', '.join(_linear_layers(model))}"
-            )
+            raise UserError(f"{what} matches a layer that is not linear; allowed are {linear}")
         if head in found and head.weight is getattr(embedding, "weight", None):
             raise UserError(
                 f"{what} is the head, but {type(model).__name__} ties its head to the embedding, so the adapter would "
-                f"change both; allowed are {', '.join(_linear_layers(model))}"
+                f"change both; allowed are {linear}"
             )
 
 

@@ -184,8 +184,7 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
 
 def check_weight_files(path: str) -> None:
     """Raise UserError when weight files are missing or truncated. Reads only the index and the headers of the files."""
-    base = base_of_adapter(Path(path))
-    path = base or path
+    path = base_of_adapter(Path(path)) or path
     directory = model_directory(path)
     if not directory.is_dir():
         return  # no error: check_model_path reports a missing model
