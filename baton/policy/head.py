@@ -27,8 +27,7 @@ MAX_LOGITS = 2**24
 """Default of `Head.max_logits` (64 MiB)."""
 
 _ENTROPY_ROWS = 4096
-"""Entropies are computed for at most this number of tokens at a time, to limit the memory of the probabilities [tokens,
-V]."""
+"""Maximum tokens whose entropies are computed at a time, which limits the memory of the probabilities [tokens, V]."""
 
 CACHED_LOGITS = 2**19
 """Maximum number of float32 logits that a CPU processes at a time, except in matrix products (2 MiB, which fit in the

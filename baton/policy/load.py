@@ -84,11 +84,8 @@ def read_config(path: str, what: str) -> PretrainedConfig:
 def load_model(
     path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", head_dtype: str = "auto"
 ) -> PreTrainedModel:
-    """Load a causal LM with weights in `dtype`, and set eval mode. Raises UserError when no model can be loaded from
-    `path`.
-
-    If `path` is the checkpoint of an adapter, its base model is loaded and the adapter is merged into the base model.
-    """
+    """Load a causal LM with weights in `dtype`, and set eval mode. If `path` is the checkpoint of an adapter, the
+    adapter is merged into its base model. Raises UserError when no model can be loaded from `path`."""
     base = base_of_adapter(Path(path))
     if base is not None:
         check_model_path(path, holding="adapter_config.json")
@@ -134,9 +131,8 @@ def load_model(
 
 
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:
-    """Construct the model of `path` with parameters on the meta device, and set eval mode. Buffers that no file
-    contains are computed on the CPU. Raises UserError when `path` has no causal LM.
-    """
+    """Construct the model of `path` on the meta device, in eval mode. Buffers that no file contains are computed on the
+    CPU. Raises UserError when `path` has no causal LM."""
     check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
     base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
     check_model_path(base)
@@ -266,10 +262,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 def save_merged(path: str, directory: Path, dtype: str) -> None:
     """Write a model with its tokenizer for other software. An adapter is merged in float32, and the merged weights are
-    rounded once, to `dtype`.
-
-    The generation config names every id that ends a response, so other software ends responses at the same tokens.
-    """
+    rounded once, to `dtype`. The generation config names every id that ends a response."""
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     ends = end_ids(model, tokenizer)
@@ -287,8 +280,7 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype in a model's configuration, or "float32" if the configuration cannot be read or its dtype is not
-    in `EXPORT_DTYPES`."""
+    """Return the dtype of a model's configuration, or "float32" if it cannot be read or is not in `EXPORT_DTYPES`."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError, StrictDataclassError):

@@ -134,10 +134,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    When the backward pass recomputes a block, the current `PackedTokens` are no longer set: the forward pass has reset
-    them, and on CUDA the backward pass runs in another thread. The second context therefore sets the current
-    `PackedTokens` again.
-    """
+    The second context sets the current `PackedTokens` again: the forward pass has reset them before the backward pass
+    recomputes a block, and on CUDA the backward pass runs in another thread."""
     return nullcontext(), _in_pass(_packed.get())
 
 
@@ -195,8 +193,7 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Divide the responses to a shared prompt into ranges of consecutive responses with similar lengths (`SIMILAR`).
-    `lengths`: length of each response."""
+    """Divide the responses to a shared prompt into ranges of consecutive, similarly long responses (`SIMILAR`)."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]

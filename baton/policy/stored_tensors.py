@@ -41,8 +41,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of unquantised tensors in safetensors files."""
 _INDEX = "model.safetensors.index.json"
 _OFFSETS = "DCP_SHARDING_INFO"
-"""Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
-torch.distributed.checkpoint."""
+"""Key in a file's metadata: the offset of each shard within its tensor, as torch.distributed.checkpoint writes it."""
 
 Spec = tuple[torch.dtype, Sequence[int]]
 """Dtype and shape of a tensor."""

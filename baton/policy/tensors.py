@@ -29,8 +29,7 @@ def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that engines load. If the model has an adapter, these are the adapter's tensors, including its
-    scale; otherwise all tensors of the model."""
+    """Return the tensors that engines load: those of the adapter, including its scale, or else all tensors."""
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 

@@ -123,12 +123,8 @@ def _decoded(text: str) -> Any:
 
 def check_source(settings: EngineSettings, own: Collection[str]) -> None:
     """Raise UserError if settings from the hub name an SGLang server on another machine, a directory or an environment
-    variable of this machine, or arguments of vLLM, which can run code. Only the user of this machine may set these
-    keys.
-
-    `own`: keys that are not checked, because they were set by the user of this machine or by a run that this user
-    started.
-    """
+    variable of this machine, or arguments of vLLM, which can run code. `own`: keys that are not checked, because the
+    user of this machine, or a run that this user started, has set them."""
     url, arguments = settings.sglang.url, settings.vllm.arguments
     if settings.kind == "sglang" and url is not None and "url" not in own:
         host = urlsplit(url).hostname

@@ -112,9 +112,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new key and value of each row at the row's position; return the keys and values of the window.
-        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length,
-        head_dim]."""
+        """Write the new key and value of each row [W, kv_heads, 1, head_dim] at the row's position. Return the keys and
+        values of the window, both [W, kv_heads, kv_length, head_dim]."""
         window = self._window
         width, kv_length = window.width, window.kv_length
         with unordered_writes(key_states.device):  # each row writes to a slot of its own
@@ -185,8 +184,7 @@ class SlotCache(Cache):
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. In each cycle of the permutation, only the shortest row is copied to temporary
-        memory; the other rows are copied directly."""
+        permutation of the lowest slots. In each cycle, only the shortest row is copied to temporary memory."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:
@@ -206,12 +204,10 @@ class SlotCache(Cache):
 
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
-    """Return the cache for one prefill. The cache's first `length` positions have the keys and values of earlier
-    pieces.
+    """Return the cache for one prefill, whose first `length` positions have the keys and values of earlier pieces.
 
-    `pasts`: for each row, the pieces before the row's new tokens. If `pasts` has fewer elements than `rows`, the
-    remaining rows have no earlier pieces. In each row, the positions from the end of its pieces up to `length` are zero
-    and must be masked.
+    `pasts`: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no pieces. The positions
+    from the end of a row's pieces up to `length` are zero and must be masked.
     """
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     num_layers = next((len(pieces[0].tensors) // 2 for pieces in pasts if pieces), 0)

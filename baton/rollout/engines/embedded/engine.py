@@ -43,8 +43,7 @@ from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, Slo
 from baton.types import FromWorker, PolicyVersion
 
 _LOOK_AHEAD = 64
-"""If a prefill has unused rows, these rows compute prefixes of waiting leases. At most this number of waiting leases is
-considered, beginning with the oldest."""
+"""Maximum number of waiting leases, oldest first, whose prefixes are computed in the unused rows of a prefill."""
 
 
 class EmbeddedEngine(SlotEngine):

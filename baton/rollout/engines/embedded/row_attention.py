@@ -48,8 +48,7 @@ class Rows:
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of a decode step over the slots 0 to W − 1, in order. `position_W`: positions of the new
-        tokens."""
+        """Return the rows of a decode step over the slots 0 to W − 1. `position_W`: positions of the new tokens."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
@@ -64,8 +63,7 @@ def can_attend_by_class(model: PreTrainedModel) -> bool:
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Replace a model's attention by the attention of this module. The model's forward then accepts `rows`: `Rows` or
-    slot ranges."""
+    """Replace a model's attention by `_attention`. The model's forward then accepts `rows`: `Rows` or slot ranges."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)

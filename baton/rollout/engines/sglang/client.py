@@ -169,8 +169,7 @@ class SglangClient(EngineClient):
 
 
 def ask_servers(urls: Sequence[str], *, key: str | None, timeout_s: float) -> list[wire.ServerInfo | str]:
-    """Return the properties of each server, or why the server did not report them within `timeout_s`. `key`: API
-    key."""
+    """Return the properties of each server, or why it did not report them in `timeout_s`. `key`: API key."""
 
     async def ask_all() -> list[wire.ServerInfo | str]:
         async with _session(key, aiohttp.ClientTimeout(total=timeout_s)) as session:

@@ -50,12 +50,10 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _directory: Path | None = None
     """Directory of the current weights, which the server reads again if loading the next weights fails."""
     _is_loading = False
-    """Whether weights are being loaded. While this value is True, an aborted stream is not a fault, because the load
-    aborts all requests."""
+    """Whether weights are being loaded: the load aborts all requests, so an aborted stream is no fault."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease. The lease is reported when the server has ended its request. Has no effect on an unknown
-        lease."""
+        """End a lease, if it is known. The lease is reported when the server has ended its request."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True

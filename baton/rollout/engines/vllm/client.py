@@ -95,14 +95,12 @@ class VllmClient(EngineClient):
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
-        """Call a method of vLLM's workers from any thread; return the results. `info`: the method's argument, if
-        any."""
+        """Call a method of vLLM's workers from any thread; return the results. `info`: its argument, or None."""
         arguments = () if info is None else (info,)
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
     def set_label(self, label: str) -> None:
-        """Set the label (vLLM's weight version) of the whole model that the workers have loaded. Later requests use no
-        adapter."""
+        """Set the label (vLLM's weight version) of a loaded whole model. Later requests use no adapter."""
         self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
         self._adapter = None
 
@@ -270,8 +268,7 @@ class VllmWorkers:
 
 
 def set_up_environment() -> None:
-    """Set the environment variables of vLLM. Call before importing vLLM. Variables that the user has set are not
-    changed.
+    """Set the environment variables of vLLM that the user has not set. Call before importing vLLM.
 
     The variables disable usage statistics and downloads, and make vLLM start its processes by spawn, because this
     process has threads.
@@ -290,7 +287,6 @@ def set_up_environment() -> None:
 
 
 def refusal(error: Exception) -> UserError:
-    """Return the error for a model or settings that vLLM refuses. It has the first line of vLLM's message, or of the
-    first error in a pydantic error."""
+    """Return the error for what vLLM refuses, with the first line of its message, or of the first error of pydantic."""
     said = str(error.errors()[0]["msg"]).splitlines()[0] if isinstance(error, ValidationError) else first_line(error)
     return UserError(f"engine.kind: vLLM refuses this model or these settings: {said}")

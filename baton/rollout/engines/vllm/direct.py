@@ -19,8 +19,7 @@ from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.vllm_transport import VllmTransport
 
 _ATTEMPTS = 3
-"""Maximum number of attempts to load a version, each with its own deadlines. If all attempts fail, the engine counts as
-failed."""
+"""Maximum attempts to load a version, each with its own deadlines, after which the engine counts as failed."""
 
 
 def arguments_of(direct: DirectTransfer | None) -> dict[str, Any]:

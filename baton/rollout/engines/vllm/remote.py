@@ -124,8 +124,7 @@ class ReplicaServer:
         return engine
 
     def build_workers(self, start: Start) -> VllmWorkers:
-        """Start the workers on a machine other than the replica's first. Raises the errors of
-        `vllm_workers_of_model`."""
+        """Start the workers of a further machine. Raises the errors of `vllm_workers_of_model`."""
         return vllm_workers_of_model(start.model(), start.engine_settings(), _direct(start))
 
     def _step(self, message: Step) -> Progress:
