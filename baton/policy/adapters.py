@@ -32,13 +32,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
-    """Freeze a model and add trainable adapters. Every B starts at zero, so the model's output changes only after an
-    update.
-
-    The adapters are float32 even if the model has another dtype. They are initialised on the CPU, and get values even
-    if the model is on the meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets`
-    matches no layer, a layer that is not linear, or a head that is tied to the embedding.
-    """
+    """Freeze a model and add trainable float32 adapters. Every B starts at zero, so the model's output changes only
+    after an update. The adapters are initialised on the CPU, and get values even if the model is on the meta device.
+    Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer, a layer that is not
+    linear, or a head that is tied to the embedding."""
     _check_peft()
     from peft import LoraConfig
 

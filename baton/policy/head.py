@@ -201,11 +201,9 @@ def head_scores(
     wanted: RequestedScores,
     kept_NK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of the targets, and the entropies if requested, both [N] float32.
-
-    `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
-    vocabulary if `kept_NK` is None. N may stand for several dimensions, such as [B, K].
-    """
+    """Return log π of the targets, and the entropies if requested, both [N] float32. `kept_NK`: sampling masks
+    (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole vocabulary if `kept_NK` is None.
+    N may stand for several dimensions, such as [B, K]."""
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])
     if kept_TK is not None:

@@ -155,13 +155,11 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
     """Return the tensors of a model's files, keyed by their names in `model`. A rank can read its own shards of each
-    tensor without the other shards.
+    tensor without the other shards. Raises UserError when no model can be loaded from `path`.
 
     All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors; the
     files do not contain the tensors that `file_layout` expects; `is_exact` is set and the files contain tensors that
     the model lacks.
-
-    Raises UserError when no model can be loaded from `path`.
     """
     found = None
     if base_of_adapter(Path(path)) is None:

@@ -47,10 +47,8 @@ def padded_scores(
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
     """Score the tokens at positions `first` … S − 1 of padded rows. The scores have shape [B, K] with K = S − `first`.
-
     Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
-    all logits are computed in one tensor. `kept`: sampling masks [B, K, ids].
-    """
+    all logits are computed in one tensor. `kept`: sampling masks [B, K, ids]."""
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} positions"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]

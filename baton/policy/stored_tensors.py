@@ -260,11 +260,9 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
 
 
 def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.device) -> None:
-    """Read all parameters of a module that are on the meta device, and the buffers that the files contain.
-
-    The module is a model, which may have adapters, or contains the body of a model as `trunk`. Sharded parameters stay
-    sharded, and tied parameters stay tied.
-    """
+    """Read all parameters of a module that are on the meta device, and the buffers that the files contain. The module
+    is a model, which may have adapters, or contains the body of a model as `trunk`. Sharded parameters stay sharded,
+    and tied parameters stay tied."""
     trunk = getattr(module, "trunk", None)
 
     def stored_name(name: str) -> str:

@@ -71,10 +71,8 @@ def model_directory(path: str) -> Path:
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
     """Check that `path` is a directory that contains the file `holding`, or the name of a model on the Hugging Face
-    hub. Download a model that the hub cache lacks.
-
-    Raises UserError if there is no such model, and Damaged if a checkpoint's files do not match its manifest.
-    """
+    hub. Download a model that the hub cache lacks. Raises UserError if there is no such model, and Damaged if a
+    checkpoint's files do not match its manifest."""
     directory, name = Path(path), split_revision(path)[0]
     looks_like_path = name.startswith((".", "/", "~", "models/")) or name.count("/") != 1 or Path(name).parent.is_dir()
     has_weights = holding != "tokenizer_config.json"

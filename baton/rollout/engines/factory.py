@@ -84,11 +84,8 @@ def chosen(
     settings: EngineSettings, *, kind: str | None = None, slots: int | None = None, options: Sequence[str] = ()
 ) -> EngineSettings:
     """Return the run's engine settings, changed by the overrides of this machine's user. Raises UserError for an
-    invalid override.
-
-    `kind`: engine kind to use instead of the recipe's. `options`: strings `key=value`, such as `tensor_parallel=2`, for
-    keys in the section of this engine kind.
-    """
+    invalid override. `kind`: engine kind to use instead of the recipe's. `options`: strings `key=value`, such as
+    `tensor_parallel=2`, for keys in the section of this engine kind."""
     kind = kind or settings.kind
     if kind not in KINDS:
         raise UserError(f"--engine: got {kind!r}, allowed are {', '.join(KINDS)}")

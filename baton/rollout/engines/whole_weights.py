@@ -69,11 +69,9 @@ class ModelFiles:
 
 
 class WholeWeights:
-    """Assembles a whole model from the tensors of a version.
-
-    An adapter is merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model
-    whose weights are bit-identical to a merged checkpoint of the run.
-    """
+    """Assembles a whole model from the tensors of a version. An adapter is merged in the same way as in the embedded
+    engine. vLLM and SGLang therefore serve an ordinary model whose weights are bit-identical to a merged checkpoint of
+    the run."""
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
         """`model`: a model of the same architecture, possibly on the meta device: only names and shapes are used."""

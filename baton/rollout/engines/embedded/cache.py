@@ -33,11 +33,9 @@ class Prefix:
 
 
 class KeptPrefixes:
-    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first.
-
-    A lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are therefore dropped
-    before earlier pieces.
-    """
+    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first. A
+    lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are therefore dropped
+    before earlier pieces."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -205,10 +203,8 @@ class SlotCache(Cache):
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
     """Return the cache for one prefill, whose first `length` positions have the keys and values of earlier pieces.
-
     `pasts`: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no pieces. The positions
-    from the end of a row's pieces up to `length` are zero and must be masked.
-    """
+    from the end of a row's pieces up to `length` are zero and must be masked."""
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     num_layers = next((len(pieces[0].tensors) // 2 for pieces in pasts if pieces), 0)
     for layer in range(num_layers):
@@ -254,11 +250,8 @@ class Masks:
 
     def additive(self, query_Q1: Tensor, kv: Tensor | int) -> Tensor | dict[str, Tensor]:
         """Return additive masks [..., Q, K] for query positions [..., Q, 1]: 0 where attention is allowed, else -inf.
-
-        `kv`: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1.
-
-        The masks are not boolean, because eager attention adds the mask to the scores.
-        """
+        `kv`: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1. The masks are not
+        boolean, because eager attention adds the mask to the scores."""
         if isinstance(kv, int):
             kv = torch.arange(kv, device=query_Q1.device)
         seen = torch.zeros((), dtype=self.dtype, device=kv.device)

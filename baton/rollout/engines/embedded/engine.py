@@ -57,12 +57,9 @@ class EmbeddedEngine(SlotEngine):
         version: PolicyVersion,
         end_ids: tuple[int, ...],
     ) -> None:
-        """Allocate the slots on the device of the model.
-
-        `model`: must have the dtype `settings.dtype`. The engine owns the model, because `load_weights` overwrites the
-        model's parameters. `end_ids`: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises
-        UserError for a model without an ordinary KV cache.
-        """
+        """Allocate the slots on the device of the model. `model`: must have the dtype `settings.dtype`. The engine owns
+        the model, because `load_weights` overwrites the model's parameters. `end_ids`: ids that end a trajectory, in
+        addition to the stop_token_ids of a lease. Raises UserError for a model without an ordinary KV cache."""
         dtype = str(model.dtype).removeprefix("torch.")
         assert settings.dtype in (dtype, "auto"), f"got a model in {dtype} with engine.dtype {settings.dtype}"
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))

@@ -167,10 +167,8 @@ def token_scores(
     logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams, kept_NK: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return the logprobs [N], draw gaps [N] and tail masses [N] of the tokens `targets_N`, as `Rescored` defines them.
-    If `kept_NK` (the reported masks) is given, also return the mask gaps [N].
-
-    Temperature, top-k and top-p must be applied exactly as in `sample`.
-    """
+    If `kept_NK` (the reported masks) is given, also return the mask gaps [N]. Temperature, top-k and top-p must be
+    applied exactly as in `sample`."""
     logits_NV = logits_NV.float()
     if params.temperature_W1 is not None:
         logits_NV = logits_NV / params.temperature_W1
@@ -253,12 +251,11 @@ def _filtered_distance(
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
     possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and, if the target is not
-    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only under two
-    conditions. First, the set must not have more than k tokens, the limit of top-k. Second, take the last token that
-    the set adds or removes: the mass of all more likely tokens must be within `_BORDER` of top-p. In the fourth set,
-    the target replaces token n. If the target is already among the n most likely tokens, token n + 1 replaces token n
-    instead. The fourth set is possible only if the new token's probability is at least 1 − `_BORDER` times the
-    probability of token n.
+    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only if it has
+    at most k tokens, the limit of top-k, and if the mass of all tokens that are more likely than the last added or
+    removed token is within `_BORDER` of top-p. In the fourth set, the target replaces token n, or token n + 1 does if
+    the target is already among the n most likely tokens. The fourth set is possible only if the new token's probability
+    is at least 1 − `_BORDER` times the probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

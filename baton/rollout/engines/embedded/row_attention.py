@@ -1,12 +1,10 @@
-"""Decode attention in which short rows scan fewer positions than the longest row. A row scans only its own length. On a
-CPU, rows of similar length can form a class instead: then all rows of a class scan the length of its longest row.
+"""Decode attention in which short rows scan fewer positions than the longest row, unlike ordinary masked attention.
 
-Ordinary masked attention scans the length of the longest row for every row. On a CPU, this module instead computes
-attention separately for each class (`length_classes.py`), or separately for each row. The computation for each row uses
-a kernel that the machine's C compiler builds (`kernels.c`). On CUDA, torch's variable-length kernel treats the slots
-[slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W` positions of
-each. The kernel copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the
-bits of a row do not depend on other rows.
+On a CPU, attention is computed separately for each class of rows (`length_classes.py`), over the length of its longest
+row, or separately for each row, by a kernel that the machine's C compiler builds (`kernels.c`). On CUDA, torch's
+variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads
+only the first `lengths_W` positions of each. The kernel copies nothing and does not repeat grouped heads. With
+`num_splits = 1`, the order of summation is fixed, so the bits of a row do not depend on other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """

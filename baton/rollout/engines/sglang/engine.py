@@ -139,8 +139,7 @@ def api_key(settings: SglangSettings) -> str | None:
 
 
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
-    required if versions are adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`, required for adapters."""
     own = settings.sglang
     if own.url is None:
         raise UserError(

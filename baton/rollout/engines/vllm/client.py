@@ -268,11 +268,9 @@ class VllmWorkers:
 
 
 def set_up_environment() -> None:
-    """Set the environment variables of vLLM that the user has not set. Call before importing vLLM.
-
-    The variables disable usage statistics and downloads, and make vLLM start its processes by spawn, because this
-    process has threads.
-    """
+    """Set the environment variables of vLLM that the user has not set. Call before importing vLLM. The variables
+    disable usage statistics and downloads, and make vLLM start its processes by spawn, because this process has
+    threads."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

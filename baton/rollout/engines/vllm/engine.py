@@ -221,9 +221,8 @@ def vllm_of_model(
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves a model, which may be an adapter, as `version`. `direct`: how later versions are
-    transferred from the trainer's memory. With None, later versions are transferred as files. `sleeps`: whether the
-    engine can free its device memory; a CPU build of vLLM cannot."""
+    """Build an engine as `factory.engine_of_model` does. A model that is an adapter is merged. A CPU build of vLLM
+    cannot free its device memory (`sleeps`)."""
     with _whole_model(model, settings) as (directory, read_base):
         return _engine(directory, settings, version, read_base, "auto", model.head_dtype, direct, sleeps)
 
@@ -259,8 +258,7 @@ def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tu
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
-    required if versions are adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`, required for adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 

@@ -89,11 +89,8 @@ class WeightsLoader:
 @contextmanager
 def checked_reload(model: Any) -> Iterator[None]:
     """Check that the reload of a whole model in this context updates every layer, and repack the weights that vLLM does
-    not repack.
-
-    On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this function packs
-    the head again. Raises RuntimeError if any other layer was not updated.
-    """
+    not repack. On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this
+    function packs the head again. Raises RuntimeError if any other layer was not updated."""
     logger, missed = logging.getLogger(_RELOAD), _Missed()
     level = logger.level
     logger.setLevel(logging.WARNING)  # VLLM_LOGGING_LEVEL may hide warnings
