@@ -88,11 +88,8 @@ def concatenated(
         prompt, ends = prompt_lengths[begin], lengths[begin : begin + size]
         shapes.append((ends[0],) if size == 1 else (prompt, *(end - prompt for end in ends)))
         firsts += [begin] * size
-    positions_BS, rows_B, firsts_B = (
-        torch.arange(width).expand(num_rows, -1),
-        torch.arange(num_rows),
-        torch.tensor(firsts),
-    )
+    positions_BS = torch.arange(width).expand(num_rows, -1)
+    rows_B, firsts_B = torch.arange(num_rows), torch.tensor(firsts)
     is_prompt_BS = positions_BS < torch.tensor(prompt_lengths)[:, None]
     is_row_BS = positions_BS < torch.tensor(lengths)[:, None]
     is_kept_BS = is_row_BS & ~(is_prompt_BS & (firsts_B != rows_B)[:, None])

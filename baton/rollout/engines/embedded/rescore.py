@@ -266,16 +266,13 @@ def _filtered_distance(
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1
-    smallest = sorted_FV.gather(1, size_F1 - 1)
 
     def reaches(size_F1: Tensor) -> Tensor:
         return (size_F1 <= top_k_F1) & (share_FV.gather(1, (size_F1 - 1).clamp(max=last)) < top_p_F1 * (1 + _BORDER))
 
-    def nearly_as_likely(rank_F1: Tensor) -> Tensor:
-        return sorted_FV.gather(1, rank_F1) >= smallest * (1 - _BORDER)
-
     to_target_F1 = torch.maximum(size_F1, rank_F1 + 1)
     other_F1 = torch.maximum(size_F1, rank_F1).clamp(max=last)
+    is_near_F1 = sorted_FV.gather(1, other_F1) >= sorted_FV.gather(1, size_F1 - 1) * (1 - _BORDER)
     is_enough_F1 = (size_F1 > 1) & (share_FV.gather(1, size_F1 - 1) >= top_p_F1 * (1 - _BORDER))
     likely_V = rank_V < size_F1
     variants = [
@@ -283,7 +280,7 @@ def _filtered_distance(
         (rank_V < size_F1 - 1, is_enough_F1),
         (rank_V < size_F1 + 1, reaches(size_F1 + 1)),
         (rank_V < to_target_F1, reaches(to_target_F1)),
-        (likely_V & (rank_V != size_F1 - 1) | (rank_V == other_F1), nearly_as_likely(other_F1)),
+        (likely_V & (rank_V != size_F1 - 1) | (rank_V == other_F1), is_near_F1),
     ]
     gaps, tails = [], []
     for kept_FV, is_possible_F1 in variants:

@@ -48,13 +48,9 @@ class SglangClient(EngineClient):
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
-        self._server = wire.ServerInfo()
+        self.server = wire.ServerInfo()
+        """Properties of the server."""
         self._start_with(self._connect(key), START_TIMEOUT_S + _CLOSE_S)
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        """Maximum tokens of prompt and response together on this server; None if the server does not report it."""
-        return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
         """Abort requests. `take` still returns all tokens of these requests, and a last message per request."""
@@ -87,7 +83,7 @@ class SglangClient(EngineClient):
                 last = f"; its last answer to /health was HTTP {status}" if status else ""
                 raise DeadlineExceeded(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s{last}")
             await asyncio.sleep(_ASK_AGAIN_S)
-        self._server = wire.read_server(await self._ask("GET", *wire.SERVER_INFO))
+        self.server = wire.read_server(await self._ask("GET", *wire.SERVER_INFO))
         self._ender = self._loop.create_task(self._keep_ending())
 
     async def _stop(self) -> None:
@@ -110,7 +106,7 @@ class SglangClient(EngineClient):
                 if answer.status != 200:
                     text = (await answer.content.read(500)).decode(errors="replace")
                     raise EngineFault(f"HTTP {answer.status}: {text}")
-                is_incremental = self._server.is_incremental
+                is_incremental = self.server.is_incremental
                 async for said in wire.events(request.key, answer.content, self._longest_event, is_incremental):
                     self._inbox.put(said)
                     finish = said.finish

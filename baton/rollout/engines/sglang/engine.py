@@ -159,7 +159,7 @@ def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: 
         longest_event=(1 << 20) + _BYTES_PER_TOKEN * settings.max_context_tokens,
         answer_timeout_s=own.answer_timeout_s,
     )
-    has = client.max_context_tokens
+    has = client.server.context_length
     if has is not None and has < settings.max_context_tokens + _RESERVED_TOKENS:
         client.close()
         raise UserError(
