@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from baton.policy.adapters import BaseWeights
-from baton.policy.head import find_head
+from baton.policy.head import find_head, logit_pieces
 from baton.policy.logprobs import hidden_states
 from baton.policy.sampling_masks import decoded
 from baton.policy.tensors import load_version
@@ -121,11 +121,9 @@ class Rescorer:
         head = find_head(self.model)
         states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
         states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
-        size = max(1, _MAX_LOGITS // self._vocabulary)
         kept_NK = decoded([mask for row in rows for mask in row.masks], self._vocabulary)
         parts: list[tuple[Tensor, ...]] = []
-        for begin in range(0, len(targets_N), size):
-            piece = slice(begin, begin + size)
+        for piece in logit_pieces(len(targets_N), self._vocabulary, _MAX_LOGITS):
             logits_NV = head.logits(states_N[piece]) if head else states_N[piece]
             params = row_params(params_N[piece], logits_NV.shape[-1], device)
             kept = kept_NK[piece].to(device).long() if kept_NK.shape[-1] else None
