@@ -24,7 +24,7 @@ from transformers import (
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.head import use_float32_head
-from baton.policy.settings import DTypeChoice, DTypeName, dtype_on
+from baton.policy.settings import DTypeChoice, DTypeName, ModelSettings, dtype_on
 from baton.policy.stages import is_float32
 from baton.policy.stored_tensors import StoredTensors, read_index, stored_model
 from baton.policy.tensors import policy_tensors
@@ -128,6 +128,13 @@ def load_model(
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def load_policy(model: ModelSettings, dtype: DTypeChoice) -> PreTrainedModel:
+    """Load a recipe's model on its device, in the dtype of the engine. Raises UserError as `load_model` does."""
+    device = torch_device(model.device)
+    own = torch_dtype(dtype, device)
+    return load_model(model.path, dtype=own, device=device, attention=model.attention, head_dtype=model.head_dtype)
 
 
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:

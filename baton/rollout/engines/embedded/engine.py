@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from baton.cost.memory import KEPT_CONTEXTS
 from baton.errors import UserError
-from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
+from baton.policy.load import end_ids, load_policy, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
 from baton.policy.routing import Routing, RoutingReplay
 from baton.policy.settings import ModelSettings
@@ -279,12 +279,7 @@ class EmbeddedEngine(SlotEngine):
 
 def embedded_engine(source: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> EmbeddedEngine:
     """Build an engine with the weights of a model, which is `version`."""
-    device = torch_device(source.device)
-    dtype = torch_dtype(settings.dtype, device)
-    model = load_model(
-        source.path, dtype=dtype, device=device, attention=source.attention, head_dtype=source.head_dtype
-    )
-    tokenizer = load_tokenizer(source.path)
+    model, tokenizer = load_policy(source, settings.dtype), load_tokenizer(source.path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 
 
