@@ -155,7 +155,7 @@ class SglangClient(EngineClient):
         try:
             async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:
                 if others and answer.status == 404:
-                    return await self._ask(method, *others)
+                    return await self._ask(method, *others, body=body, is_json=is_json)
                 if answer.status != 200:
                     said = (await answer.content.read(500)).decode(errors="replace").strip()
                     raise EngineFault(f"{what}: HTTP {answer.status}: {said}")
