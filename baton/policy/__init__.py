@@ -1,2 +1,1 @@
-"""The policy, as trainer and engine use it: a Hugging Face causal LM, its tokenizer, and log-probabilities of
-tokens."""
+"""The policy of trainer and engine: a Hugging Face causal LM, its tokenizer, and log-probabilities of tokens."""

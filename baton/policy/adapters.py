@@ -32,13 +32,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
-    """Freeze a model and add trainable adapters. Every B starts at zero, so the model's output changes only after an
-    update.
-
-    The adapters are float32 even if the model has another dtype. They are initialised on the CPU, and get values even
-    if the model is on the meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets`
-    matches no layer, a layer that is not linear, or a head that is tied to the embedding.
-    """
+    """Freeze a model and add trainable float32 adapters. Every B starts at zero, so the model's output changes only
+    after an update. The adapters are initialised on the CPU, and get values even if the model is on the meta device.
+    Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer, a layer that is not
+    linear, or a head that is tied to the embedding."""
     _check_peft()
     from peft import LoraConfig
 
@@ -69,22 +66,18 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Raise UserError for a target with which PEFT would train no layer, or other layers than the engines."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    linear = ", ".join(_linear_layers(model))
     for target in targets:
         found = [part for name, part in model.named_modules() if f".{name}".endswith(f".{target}")]
         what = f"lora.targets: got {target!r}, which"
         if not found and not any(f".{target}." in f".{name}." for name in all_tensors(model)):  # of all stages
-            raise UserError(
-                f"{what} matches no layer of {type(model).__name__}; its linear layers are "
-                f"{', '.join(_linear_layers(model))}"
-            )
+            raise UserError(f"{what} matches no layer of {type(model).__name__}; its linear layers are {linear}")
         if not all(isinstance(part, torch.nn.Linear | Conv1D) for part in found):
-            raise UserError(
-                f"{what} matches a layer that is not linear; allowed are {', '.join(_linear_layers(model))}"
-            )
+            raise UserError(f"{what} matches a layer that is not linear; allowed are {linear}")
         if head in found and head.weight is getattr(embedding, "weight", None):
             raise UserError(
                 f"{what} is the head, but {type(model).__name__} ties its head to the embedding, so the adapter would "
-                f"change both; allowed are {', '.join(_linear_layers(model))}"
+                f"change both; allowed are {linear}"
             )
 
 
@@ -148,8 +141,7 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the adapter is missing
-    or damaged."""
+    """Read a checkpoint's adapter, with the names of `raw_tensors`. Raises UserError if it is missing or damaged."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
@@ -215,9 +207,8 @@ def is_adapter(tensors: Mapping[str, Any]) -> bool:
 
 
 def adapted_modules(own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of the modules that a published adapter changes. `own`: the engine's weights. Raises EngineFault
-    if a tensor of the adapter matches no weight in name and shape.
-    """
+    """Return the names of the modules that an adapter changes. `own`: the engine's weights. Raises EngineFault if a
+    tensor of the adapter matches no weight in name and shape."""
     modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
     for module in modules:
         weight, low, high = own.get(f"{module}.weight"), tensors[module + _A], tensors.get(module + _B)
@@ -229,8 +220,7 @@ def adapted_modules(own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any])
 
 
 def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
-    """Write a published adapter to `directory` in PEFT's format. The written configuration has the scale 1, because B
-    is already multiplied by the scale."""
+    """Write a published adapter in PEFT's format, with the scale 1, because B is already multiplied by the scale."""
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
     targets = sorted({name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
@@ -247,14 +237,12 @@ class BaseWeights:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies. Call this after a whole model was loaded, because this model becomes the base of the next
-        adapter."""
+        """Drop the copies. Call after a whole model was loaded, which is the base of the next adapter."""
         self._kept.clear()
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Copy the base weights back into the engine's weights `own`, which removes the merged adapter. Drop the
-        copies."""
+        """Copy the base weights back into the engine's weights `own`, without the adapter, and drop the copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()
@@ -264,10 +252,9 @@ class BaseWeights:
         return list(self._kept.values())
 
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (name, W_0 + B A) of the weights that the adapter changes. Each sum is computed in float32 and
-        cast to the weight's dtype. `own`: the engine's weights, with the same names. `tensors`: the published adapter.
-        Raises EngineFault, before any change, if a tensor of the adapter matches no weight in name and shape.
-        """
+        """Iterate over (name, W_0 + B A) of the weights that the adapter changes, computed in float32 and cast to the
+        weight's dtype. `own`: the engine's weights. `tensors`: the published adapter. Raises EngineFault, before any
+        change, as `adapted_modules` does."""
         modules = adapted_modules(own, tensors)
         for module in modules:
             self._kept.setdefault(module, own[f"{module}.weight"].detach().clone())

@@ -27,8 +27,7 @@ MAX_LOGITS = 2**24
 """Default of `Head.max_logits` (64 MiB)."""
 
 _ENTROPY_ROWS = 4096
-"""Entropies are computed for at most this number of tokens at a time, to limit the memory of the probabilities [tokens,
-V]."""
+"""Maximum tokens whose entropies are computed at a time, which limits the memory of the probabilities [tokens, V]."""
 
 CACHED_LOGITS = 2**19
 """Maximum number of float32 logits that a CPU processes at a time, except in matrix products (2 MiB, which fit in the
@@ -202,11 +201,9 @@ def head_scores(
     wanted: RequestedScores,
     kept_NK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of the targets, and the entropies if requested, both [N] float32.
-
-    `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
-    vocabulary if `kept_NK` is None. N may stand for several dimensions, such as [B, K].
-    """
+    """Return log π of the targets, and the entropies if requested, both [N] float32. `kept_NK`: sampling masks
+    (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole vocabulary if `kept_NK` is None.
+    N may stand for several dimensions, such as [B, K]."""
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])
     if kept_TK is not None:
@@ -239,12 +236,12 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
         product = _product(head)
-        pieces = _pieces(len(targets_T), head.vocabulary, head.max_logits)
+        pieces = logit_pieces(len(targets_T), head.vocabulary, head.max_logits)
         found: list[tuple[torch.Tensor, ...]] = []
         products = None
         for piece in pieces:
             products, targets = product(hidden_TH[piece].to(dtype), weight, bias), targets_T[piece]
-            for rows in _pieces(len(targets), head.vocabulary, _logits_at_once(products.device)):
+            for rows in logit_pieces(len(targets), head.vocabulary, _logits_at_once(products.device)):
                 kept = None if kept_TK is None else kept_TK[piece][rows]
                 scores = score(_logits(head, products[rows], kept), targets[rows], wanted)
                 found.append(tuple(each for each in scores if each is not None))
@@ -268,12 +265,12 @@ class _HeadScores(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
         of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        for piece in _pieces(len(hidden_TH), head.vocabulary, head.max_logits):
+        for piece in logit_pieces(len(hidden_TH), head.vocabulary, head.max_logits):
             hidden = hidden_TH[piece].to(dtype)
             products = product(hidden, weight, bias) if known is None else known
             of_products = torch.empty_like(products, dtype=dtype)
             values = [each if each is None else each[piece] for each in (*by_token, *gradients)]
-            for rows in _pieces(len(products), head.vocabulary, _logits_at_once(products.device)):
+            for rows in logit_pieces(len(products), head.vocabulary, _logits_at_once(products.device)):
                 own: list[Any] = [each if each is None else each[rows] for each in values]
                 found = _gradient(head, products[rows], wanted, *own)
                 of_products[rows] = found
@@ -297,7 +294,8 @@ def _product(head: Head) -> Callable[..., torch.Tensor]:
     return _float32_products if is_float32 else linear
 
 
-def _pieces(num_tokens: int, vocabulary: int, max_logits: int) -> list[slice]:
+def logit_pieces(num_tokens: int, vocabulary: int, max_logits: int) -> list[slice]:
+    """Divide tokens into pieces with at most `max_logits` logits, but at least one token."""
     size = max(1, max_logits // vocabulary)
     return [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
 

@@ -24,7 +24,7 @@ from transformers import (
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.head import use_float32_head
-from baton.policy.settings import DTypeChoice, DTypeName, dtype_on
+from baton.policy.settings import DTypeChoice, DTypeName, ModelSettings, dtype_on
 from baton.policy.stages import is_float32
 from baton.policy.stored_tensors import StoredTensors, read_index, stored_model
 from baton.policy.tensors import policy_tensors
@@ -84,11 +84,8 @@ def read_config(path: str, what: str) -> PretrainedConfig:
 def load_model(
     path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", head_dtype: str = "auto"
 ) -> PreTrainedModel:
-    """Load a causal LM with weights in `dtype`, and set eval mode. Raises UserError when no model can be loaded from
-    `path`.
-
-    If `path` is the checkpoint of an adapter, its base model is loaded and the adapter is merged into the base model.
-    """
+    """Load a causal LM with weights in `dtype`, and set eval mode. If `path` is the checkpoint of an adapter, the
+    adapter is merged into its base model. Raises UserError when no model can be loaded from `path`."""
     base = base_of_adapter(Path(path))
     if base is not None:
         check_model_path(path, holding="adapter_config.json")
@@ -133,10 +130,16 @@ def load_model(
     return model
 
 
+def load_policy(model: ModelSettings, dtype: DTypeChoice) -> PreTrainedModel:
+    """Load a recipe's model on its device, in the dtype of the engine. Raises UserError as `load_model` does."""
+    device = torch_device(model.device)
+    own = torch_dtype(dtype, device)
+    return load_model(model.path, dtype=own, device=device, attention=model.attention, head_dtype=model.head_dtype)
+
+
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:
-    """Construct the model of `path` with parameters on the meta device, and set eval mode. Buffers that no file
-    contains are computed on the CPU. Raises UserError when `path` has no causal LM.
-    """
+    """Construct the model of `path` on the meta device, in eval mode. Buffers that no file contains are computed on the
+    CPU. Raises UserError when `path` has no causal LM."""
     check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
     base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
     check_model_path(base)
@@ -159,13 +162,11 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
     """Return the tensors of a model's files, keyed by their names in `model`. A rank can read its own shards of each
-    tensor without the other shards.
+    tensor without the other shards. Raises UserError when no model can be loaded from `path`.
 
     All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors; the
     files do not contain the tensors that `file_layout` expects; `is_exact` is set and the files contain tensors that
     the model lacks.
-
-    Raises UserError when no model can be loaded from `path`.
     """
     found = None
     if base_of_adapter(Path(path)) is None:
@@ -184,8 +185,7 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
 
 def check_weight_files(path: str) -> None:
     """Raise UserError when weight files are missing or truncated. Reads only the index and the headers of the files."""
-    base = base_of_adapter(Path(path))
-    path = base or path
+    path = base_of_adapter(Path(path)) or path
     directory = model_directory(path)
     if not directory.is_dir():
         return  # no error: check_model_path reports a missing model
@@ -267,10 +267,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 def save_merged(path: str, directory: Path, dtype: str) -> None:
     """Write a model with its tokenizer for other software. An adapter is merged in float32, and the merged weights are
-    rounded once, to `dtype`.
-
-    The generation config names every id that ends a response, so other software ends responses at the same tokens.
-    """
+    rounded once, to `dtype`. The generation config names every id that ends a response."""
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     ends = end_ids(model, tokenizer)
@@ -288,8 +285,7 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype in a model's configuration, or "float32" if the configuration cannot be read or its dtype is not
-    in `EXPORT_DTYPES`."""
+    """Return the dtype of a model's configuration, or "float32" if it cannot be read or is not in `EXPORT_DTYPES`."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError, StrictDataclassError):

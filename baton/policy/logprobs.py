@@ -47,10 +47,8 @@ def padded_scores(
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
     """Score the tokens at positions `first` … S − 1 of padded rows. The scores have shape [B, K] with K = S − `first`.
-
     Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
-    all logits are computed in one tensor. `kept`: sampling masks [B, K, ids].
-    """
+    all logits are computed in one tensor. `kept`: sampling masks [B, K, ids]."""
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} positions"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
@@ -147,8 +145,7 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(*models: PreTrainedModel | None) -> None:
-    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster on a CPU
-    (`packing.py`)."""
+    """On a CPU, let SDPA compute in float32 within bfloat16 autocast, which is faster there (`packing.py`)."""
     prefer_packed_attention(*(model for model in models if model is not None and model.device.type == "cpu"))
 
 
@@ -170,9 +167,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile each block with torch. Blocks of the same class share their compiled code. The attention of `packing.py`
-    is not compiled. If transformers does not mark a model's blocks, the whole model except its head is compiled.
-    """
+    """Compile each block with torch, except the attention of `packing.py`. Blocks of one class share their compiled
+    code. If transformers does not mark a model's blocks, the whole model except its head is compiled."""
     blocks = _blocks(model)
     for block in blocks:
         if block.gradient_checkpointing:

@@ -25,8 +25,7 @@ _M_ARENA_MAX: Final = -8
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device. A copy to CUDA uses pinned memory, and the call returns before the copy has
-    ended."""
+    """Copy a host tensor to a device. With CUDA, the copy uses pinned memory and may end after the call returns."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -88,11 +88,8 @@ def concatenated(
         prompt, ends = prompt_lengths[begin], lengths[begin : begin + size]
         shapes.append((ends[0],) if size == 1 else (prompt, *(end - prompt for end in ends)))
         firsts += [begin] * size
-    positions_BS, rows_B, firsts_B = (
-        torch.arange(width).expand(num_rows, -1),
-        torch.arange(num_rows),
-        torch.tensor(firsts),
-    )
+    positions_BS = torch.arange(width).expand(num_rows, -1)
+    rows_B, firsts_B = torch.arange(num_rows), torch.tensor(firsts)
     is_prompt_BS = positions_BS < torch.tensor(prompt_lengths)[:, None]
     is_row_BS = positions_BS < torch.tensor(lengths)[:, None]
     is_kept_BS = is_row_BS & ~(is_prompt_BS & (firsts_B != rows_B)[:, None])
@@ -134,10 +131,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    When the backward pass recomputes a block, the current `PackedTokens` are no longer set: the forward pass has reset
-    them, and on CUDA the backward pass runs in another thread. The second context therefore sets the current
-    `PackedTokens` again.
-    """
+    The second context sets the current `PackedTokens` again: the forward pass has reset them before the backward pass
+    recomputes a block, and on CUDA the backward pass runs in another thread."""
     return nullcontext(), _in_pass(_packed.get())
 
 
@@ -195,8 +190,7 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Divide the responses to a shared prompt into ranges of consecutive responses with similar lengths (`SIMILAR`).
-    `lengths`: length of each response."""
+    """Divide the responses to a shared prompt into ranges of consecutive, similarly long responses (`SIMILAR`)."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]

@@ -19,8 +19,7 @@ PROBE = (Message("user", "1 + 1"), Message("assistant", "2"))
 
 
 class RewardModel:
-    """A classifier on a device. The classifier's own tokenizer and chat template format the conversations, as in
-    TRL."""
+    """A classifier on a device. Its own tokenizer and chat template format the conversations, as in TRL."""
 
     def __init__(self, path: str, device: str, dtype: DTypeChoice, batch_tokens: int) -> None:
         """Load the model from safetensors files. Python code in the model's directory is not run. Raises UserError."""

@@ -118,8 +118,7 @@ class RoutingReplay:
         return dict(zip(self._routers, parts, strict=True))
 
     def as_bytes(self, routing: Routing) -> list[bytes]:
-        """Return the recorded experts as one bytes object per token, router by router. Each object has `num_bytes`
-        bytes."""
+        """Return the recorded experts of each token, router by router, in `num_bytes` bytes per token."""
         chosen = torch.cat(tuple(routing.values()), dim=1).cpu().numpy().astype(_item(self._routers))
         return [row.tobytes() for row in chosen]
 

@@ -36,9 +36,7 @@ class Sharded(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-        """Shard a module in place. On a one-dimensional mesh, the module is sharded over all ranks. On a
-        two-dimensional mesh, ranks along the first dimension hold copies, and ranks along the second dimension hold
-        shards.
+        """Shard a module in place, over the mesh's last dimension. Ranks along the first of two dimensions hold copies.
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
         samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
@@ -88,8 +86,7 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass sums gradients over the ranks. Without this sum, each rank keeps its own
-        gradients."""
+        """Set whether the next backward pass sums gradients over the ranks, or each rank keeps its own gradients."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 
@@ -158,5 +155,4 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
-"""Function that gathers a sharded tensor, given its name and this rank's shard. It returns the whole tensor on the
-ranks that need it."""
+"""Gathers a tensor, given its name and this rank's shard. Returns the whole tensor on the ranks that need it."""

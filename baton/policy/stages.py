@@ -40,13 +40,11 @@ class StageModel:
         by_layer = chain.from_iterable([owner] * count for owner, count in enumerate(layers))
         self._owners = {f"{prefix}layers.{place}.": owner for place, owner in enumerate(by_layer)}
         self._owners |= {f"{prefix}{name}.": len(layers) - 1 for name in after} | {prefix: 0, "": len(layers) - 1}
-        """Prefix of tensor names → stage with these tensors. If several prefixes match a name, the first one
-        applies."""
+        """Prefix of tensor names → stage with these tensors. The first prefix that matches a name applies."""
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
-        """Names of the parameters that the first and the last stage both have, such as the weight of a tied embedding;
-        empty on other stages."""
+        """Names of the parameters that the first and the last stage share (a tied embedding); empty on other stages."""
         if not is_first:
             setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
         for name in () if is_first else before[1:]:
@@ -110,8 +108,7 @@ class _Elsewhere(torch.nn.Module):
 
 
 class _Entry(_Elsewhere):
-    """Replaces the last block of the previous stage. Returns the hidden states that the previous stage sent, and
-    ignores the input that the base model passes."""
+    """Replaces the last block of the previous stage: ignores its input, and returns what the previous stage sent."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Module) -> None:
         super().__init__(part)

@@ -41,8 +41,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of unquantised tensors in safetensors files."""
 _INDEX = "model.safetensors.index.json"
 _OFFSETS = "DCP_SHARDING_INFO"
-"""Key in a file's metadata. Its value states the offset of each shard within its tensor, in the format of
-torch.distributed.checkpoint."""
+"""Key in a file's metadata: the offset of each shard within its tensor, as torch.distributed.checkpoint writes it."""
 
 Spec = tuple[torch.dtype, Sequence[int]]
 """Dtype and shape of a tensor."""
@@ -261,11 +260,9 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
 
 
 def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.device) -> None:
-    """Read all parameters of a module that are on the meta device, and the buffers that the files contain.
-
-    The module is a model, which may have adapters, or contains the body of a model as `trunk`. Sharded parameters stay
-    sharded, and tied parameters stay tied.
-    """
+    """Read all parameters of a module that are on the meta device, and the buffers that the files contain. The module
+    is a model, which may have adapters, or contains the body of a model as `trunk`. Sharded parameters stay sharded,
+    and tied parameters stay tied."""
     trunk = getattr(module, "trunk", None)
 
     def stored_name(name: str) -> str:

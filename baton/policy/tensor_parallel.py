@@ -26,11 +26,9 @@ its own attention heads only. The gradients of these layers must be summed over 
 
 
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
-    """Split a model's layers over a one-dimensional mesh, in place.
-
-    Returns the parameters whose gradients must be summed over the ranks. Raises UserError if the model has no supported
-    `base_model_tp_plan`, or if the mesh's size does not divide the model's dimensions.
-    """
+    """Split a model's layers over a one-dimensional mesh, in place. Returns the parameters whose gradients must be
+    summed over the ranks. Raises UserError if the model has no supported `base_model_tp_plan`, or if the mesh's size
+    does not divide the model's dimensions."""
     plan = _plan_of(model, mesh.size())
     base = cast(PreTrainedModel, model.base_model)
     parallelize_module(base, mesh, {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES})

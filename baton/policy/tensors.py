@@ -29,8 +29,7 @@ def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that engines load. If the model has an adapter, these are the adapter's tensors, including its
-    scale; otherwise all tensors of the model."""
+    """Return the tensors that engines load: those of the adapter, including its scale, or else all tensors."""
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
@@ -58,10 +57,8 @@ def check_fit(
     model: PreTrainedModel, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any], which: str = "new weights do"
 ) -> None:
     """Raise EngineFault if `tensors` lack a parameter of the model, or have an unknown name or a different shape.
-
     `own`: the model's `state_dict(keep_vars=True)`. A tied parameter may occur under any of its names. `which`: first
-    words of the error message, such as "new weights do"; the words "not fit the" and the model's class follow.
-    """
+    words of the error message, such as "new weights do"; the words "not fit the" and the model's class follow."""
     given = {id(own[name]) for name in tensors if name in own}
     missing = [n for n, p in model.named_parameters() if id(p) not in given]
     unexpected = [name for name in tensors if name not in own]
@@ -82,11 +79,9 @@ def check_fit(
 def load_version(
     model: PreTrainedModel, base: BaseWeights, tensors: Mapping[str, Any], which: str = "new weights do"
 ) -> bool:
-    """Copy a version into a model's parameters, cast to their dtype. Return whether the version is a whole model.
-
-    An adapter is merged into the last whole model, whose changed weights are in `base`. `which`: as in `check_fit`.
-    Raises EngineFault, without changing any weight, for tensors that do not fit.
-    """
+    """Copy a version into a model's parameters, cast to their dtype. Return whether the version is a whole model. An
+    adapter is merged into the last whole model, whose changed weights are in `base`. `which`: as in `check_fit`. Raises
+    EngineFault, without changing any weight, for tensors that do not fit."""
     own = model.state_dict(keep_vars=True)
     is_whole = not is_adapter(tensors)
     if is_whole:

@@ -53,9 +53,8 @@ def unordered_writes(device: torch.device) -> Iterator[None]:
 
 
 def keep_positions_exact(model: Module) -> None:
-    """Make a model on CUDA compute its rotary angles without TF32. transformers computes the angles with a matrix
-    product (transformers issue 48428). In TF32, positions above 2048 are not exact.
-    """
+    """Make a model on CUDA compute its rotary angles without TF32, in which positions above 2048 are not exact.
+    transformers computes the angles with a matrix product (transformers issue 48428)."""
     if torch.cuda.is_available():
         for module in model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):

@@ -38,8 +38,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a model directory or a run. Raises UserError if the tokenizer or its chat template is
-    missing."""
+    """Load the tokenizer of a model or a run. Raises UserError if it is missing or has no chat template."""
     check_model_path(path, holding="tokenizer_config.json")
     name, revision = split_revision(path)
     from transformers import AutoTokenizer  # imported here because the import is slow and few commands need it
@@ -72,10 +71,8 @@ def model_directory(path: str) -> Path:
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
     """Check that `path` is a directory that contains the file `holding`, or the name of a model on the Hugging Face
-    hub. Download a model that the hub cache lacks.
-
-    Raises UserError if there is no such model, and Damaged if a checkpoint's files do not match its manifest.
-    """
+    hub. Download a model that the hub cache lacks. Raises UserError if there is no such model, and Damaged if a
+    checkpoint's files do not match its manifest."""
     directory, name = Path(path), split_revision(path)[0]
     looks_like_path = name.startswith((".", "/", "~", "models/")) or name.count("/") != 1 or Path(name).parent.is_dir()
     has_weights = holding != "tokenizer_config.json"
@@ -111,8 +108,7 @@ class _WeightIndex(msgspec.Struct):
 
 
 def read_index_file(path: Path) -> dict[str, str]:
-    """Return the index of a model's files: name of a tensor → name of its file. Raises ValueError for a damaged
-    index."""
+    """Return a model's index: name of a tensor → name of its file. Raises ValueError for a damaged index."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_WeightIndex).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

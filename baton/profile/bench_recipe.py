@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import UserError
-from baton.policy.load import torch_device
+from baton.policy.load import load_policy, torch_device
 from baton.policy.tokenizer import load_tokenizer
 from baton.profile.bench import BenchResult, ScriptedLengths, bench_engine, bench_flat, sides_of
-from baton.profile.engine import endless_engine, engine_model
+from baton.profile.engine import endless_engine
 from baton.recipe.recipe import Recipe
 from baton.run.assemble import set_up_torch
 from baton.run.tokenization import PromptEncoder, TokenizedPrompts
@@ -39,7 +39,7 @@ def bench_rollout(
         sides,
         lambda: TokenizedPrompts(PromptStream(mixture, recipe.run.seed), encoder),
         lengths,
-        engine_model(recipe).state_dict(),
+        load_policy(recipe.model, recipe.engine.dtype).state_dict(),
         on_cpu=torch_device(recipe.model.device).type == "cpu",
         steps=steps,
     )

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
 
 from baton.clock import call_within, time_left
 from baton.cost.fit import Measurement
 from baton.errors import EngineFault
-from baton.policy.load import load_model, torch_device, torch_dtype
+from baton.policy.load import load_policy
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
@@ -68,17 +67,10 @@ def keep_busy(recipe: Recipe) -> None:
             sys.stdout.flush()
 
 
-def engine_model(recipe: Recipe) -> PreTrainedModel:
-    """Load the model of the recipe's engine."""
-    own, device = recipe.model, torch_device(recipe.model.device)
-    dtype = torch_dtype(recipe.engine.dtype, device)
-    return load_model(own.path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
-
-
 def endless_engine(recipe: Recipe) -> EmbeddedEngine:
     """Build the recipe's engine without end tokens, so that a trajectory ends only at its maximum length."""
-    tokenizer = load_tokenizer(recipe.model.path)
-    return EmbeddedEngine(engine_model(recipe), tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
+    model, tokenizer = load_policy(recipe.model, recipe.engine.dtype), load_tokenizer(recipe.model.path)
+    return EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:

@@ -37,7 +37,6 @@ METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     ("inputs/engine.py", "tokens_input"): ("prompt_token_ids", "cache_salt"),
     ("platforms/interface.py", "Platform.is_cpu"): (),
     ("platforms/interface.py", "Platform.is_cuda_alike"): (),
-    # further.py
     ("engine/arg_utils.py", "EngineArgs.create_engine_config"): ("headless",),
     ("v1/executor/multiproc_executor.py", "MultiprocExecutor.__init__"): ("vllm_config",),
     # worker.py; both model runners

@@ -177,7 +177,7 @@ def test_a_signal_to_an_actor_at_any_stage_delays_no_other(
     for group in range(12):
         one.lease(group, LONG)
     one.until(lambda: all(one.tokens.values()))
-    link = one.port.replicas[1].engine.direct.link  # type: ignore[attr-defined]
+    link = one.port.replicas[1].engine.direct  # type: ignore[attr-defined]
     if stage_of_load == STAGES[0]:  # a new communicator is built after a failure
         one.versions.sender.leave("replica 1")
     one.call(1, "signal_at", [stage_of_load, int(number)])

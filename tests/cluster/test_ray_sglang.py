@@ -14,7 +14,7 @@ from baton.policy.settings import ModelSettings
 from baton.records.metrics import read_metrics
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import engine_of_model
-from baton.rollout.engines.sglang.servers import ask_servers
+from baton.rollout.engines.sglang.client import ask_servers
 from baton.rollout.engines.sglang.wire import ServerInfo
 from baton.stop import StopRequest
 from baton.types import PolicyVersion

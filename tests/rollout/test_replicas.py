@@ -289,7 +289,7 @@ def test_a_signal_to_a_replica_at_any_stage_delays_no_other(
         one.versions.sender.leave("replica 1")
     victim.ask("signal_at", (stage, number), LIMIT_S)
     if stage == STAGES[0]:
-        one.versions.sender.join("replica 1", one.port.replicas[1].engine.direct.link)  # type: ignore[attr-defined]
+        one.versions.sender.join("replica 1", one.port.replicas[1].engine.direct)  # type: ignore[attr-defined]
     one.port.load_weights(tensors(2), version(2))
     assert one.serving == [0], "the load does not wait for the victim's deadlines"
     one.until(lambda: sum(any(n == 2 for _, n in tokens) for tokens in one.tokens.values()) >= ProcessEngine.slots)

@@ -70,7 +70,7 @@ def vllm(started, load, vllm_paths) -> Iterator[Callable[..., object]]:
         skeleton = Skeleton(Path(vllm_paths["qwen3"]), shape)
         skeleton.end_ids = end_ids
         read_base = lambda: policy_tensors(load("qwen3"))  # noqa: E731
-        engine = VllmEngine(started._client, skeleton, read_base, shape, PolicyVersion("", -1))
+        engine = VllmEngine(started.client, skeleton, read_base, shape, PolicyVersion("", -1))
         engine.load_weights(policy_tensors(load(name)), PolicyVersion("run", 0))
         return engine
 

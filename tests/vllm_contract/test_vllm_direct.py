@@ -56,7 +56,6 @@ class Started:
 
     def __init__(self, path: str, other: ProcessLink, direct: DirectTransfer = WHOLE) -> None:
         from baton.rollout.engines.factory import engine_of_model
-        from baton.rollout.engines.vllm.direct import VllmLink
         from baton.rollout.engines.whole_weights import Skeleton, WholeWeights
         from baton.weights.direct.sender import DirectSender, GlooTransport
 
@@ -76,9 +75,8 @@ class Started:
             is_sparse=direct.is_sparse,
             bucket_bytes=20_000,
         )
-        own_link = VllmLink(self.engine._client, 1)
-        own_link.may_start.set()  # the tests pause the engine themselves
-        self.link, self.other = StagedLink(own_link, self.worker), other
+        self.engine.direct.may_start.set()  # the tests pause the engine themselves
+        self.link, self.other = StagedLink(self.engine.direct, self.worker), other
         self.sender.join("vllm", self.link)
         self.sender.join("other", other)
         self.number = 0
@@ -128,16 +126,16 @@ def test_a_load_by_the_engine_itself_gives_the_other_model(vllm_paths, load, dri
 
 def generated(direct: Started, load, driver, name: str) -> None:
     """Serve what was loaded, and compare with the model."""
-    direct.engine._client.resume()
+    direct.engine.client.resume()
     lease = driver.lease(1000 + direct.number, PROMPT, 8, version=0, temperature=0.0)
     assert_logprobs_are_those_of(load(name), PROMPT, driver.run(direct.engine, [lease])[lease.lease_id])
-    direct.engine._client.pause()
+    direct.engine.client.pause()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stopped_worker_at_any_stage_delays_no_other_and_goes_on_with_a_whole_version(stage, direct, load, driver):
     """In the middle of the stream the worker has one part of a fused layer: a load that goes on there is wrong."""
-    direct.engine._client.pause()
+    direct.engine.client.pause()
     first, second = policy_tensors(load("qwen3")), policy_tensors(load("qwen3_next"))
     direct.sender.wait("vllm", direct.offer(first), DEADLINE_S)
     generated(direct, load, driver, "qwen3")
@@ -164,7 +162,7 @@ def test_a_killed_worker_at_any_stage_delays_no_other(stage, vllm_paths, other, 
     one = Started(vllm_paths["qwen3"], other)
     try:
         tensors = policy_tensors(load("qwen3_next"))
-        one.engine._client.pause()
+        one.engine.client.pause()
         if stage == STAGES[0]:
             one.sender.leave("vllm")
             one.link.hit = (stage, signal.SIGKILL)
@@ -177,7 +175,7 @@ def test_a_killed_worker_at_any_stage_delays_no_other(stage, vllm_paths, other, 
         served = other.ask("served", None, 10.0)
         assert all(torch.equal(torch.tensor(served[n]), t) for n, t in one.whole(tensors).items())
         with pytest.raises(Exception, match="the core of the vLLM engine has exited"):
-            one.sender.wait("vllm", version, DEADLINE_S, check=one.engine._client.check)
+            one.sender.wait("vllm", version, DEADLINE_S, check=one.engine.client.check)
         assert one.sender.served("vllm") is None
     finally:
         one.close()
@@ -216,7 +214,7 @@ def sparse(vllm_paths, other):
 
 
 def bits(sparse: Started) -> dict[str, bytes]:
-    (found,) = sparse.engine._client.call_workers(weights_of, None, DEADLINE_S)
+    (found,) = sparse.engine.client.call_workers(weights_of, None, DEADLINE_S)
     return found
 
 
@@ -232,7 +230,7 @@ def bits_of_whole(sparse: Started, tensors) -> dict[str, bytes]:
 
 def test_five_differences_in_place_give_the_bits_of_the_whole_version(sparse, load, driver):
     """Fused and tied layers included. The served probabilities are those of the last version, too."""
-    sparse.engine._client.pause()
+    sparse.engine.client.pause()
     tensors = policy_tensors(load("qwen3"))
     first = bits_of_whole(sparse, tensors)
     for seed in range(5):
@@ -243,12 +241,12 @@ def test_five_differences_in_place_give_the_bits_of_the_whole_version(sparse, lo
             sparse.sender.wait(name, version, DEADLINE_S)
         assert 0 < sparse.sender.sent_bytes - before < 2 * 0.04 * num_bytes(tensors), "two replicas, 2 % each"
     found = bits(sparse)
-    sparse.engine._client.resume()
+    sparse.engine.client.resume()
     model = load("qwen3")
     model.load_state_dict(tensors, strict=False)
     lease = driver.lease(1, PROMPT, 16, version=0, temperature=0.0)
     assert_logprobs_are_those_of(model, PROMPT, driver.run(sparse.engine, [lease])[1])
-    sparse.engine._client.pause()
+    sparse.engine.client.pause()
     assert found == bits_of_whole(sparse, tensors)
     assert not [name for name in found if found[name] == first[name] and "norm" not in name], "all matrices changed"
 
@@ -257,7 +255,7 @@ def test_five_differences_in_place_give_the_bits_of_the_whole_version(sparse, lo
 def test_a_damaged_difference_is_never_served_and_the_whole_version_follows(damaged, sparse, load, monkeypatch):
     from baton.weights.direct.gloo import GlooGroup
 
-    sparse.engine._client.pause()
+    sparse.engine.client.pause()
     sparse.sender.leave("other")
     tensors = policy_tensors(load("qwen3"))
     bits_of_whole(sparse, tensors)
@@ -279,7 +277,7 @@ def test_a_damaged_difference_is_never_served_and_the_whole_version_follows(dama
 
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_a_worker_that_is_stopped_in_a_difference_goes_on_with_a_whole_version(stage, sparse, load):
-    sparse.engine._client.pause()
+    sparse.engine.client.pause()
     first = policy_tensors(load("qwen3"))
     second = nudged(first, 0.2)
     sparse.sender.wait("vllm", sparse.offer(first), DEADLINE_S)

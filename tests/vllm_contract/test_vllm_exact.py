@@ -118,7 +118,7 @@ def stream(started):
     """Set the number of tokens that vLLM sends together."""
 
     def use(interval: int) -> None:
-        started._client.stream_interval = interval
+        started.client.stream_interval = interval
 
     yield use
     use(1)

@@ -95,7 +95,7 @@ def test_layers_that_a_load_misses_are_found_although_vllm_logs_only_errors(
         incomplete = {name: t for name, t in tensors.items() if "layers.1.mlp.down_proj" not in name}
         save_file(incomplete, tmp_path / "file")
         with pytest.raises(EngineFault, match="did not update the weights of the layers RowParallelLinear"):
-            engine._client.load(str(tmp_path / "file"), "incomplete")
+            engine.client.load(str(tmp_path / "file"), "incomplete")
     finally:
         engine.close()
 

@@ -1,8 +1,8 @@
 """Runs vLLM replicas as actors on a Ray cluster. The replicas receive versions directly from the trainer
 (`weights.transport`).
 
-A replica on several machines has an actor on each of them (`rollout/engines/vllm/further.py`). Such a replica fails as
-a whole: each call of its first actor also checks its other actors, and `close` ends all of them.
+A replica on several machines has an actor on each of them (`VllmWorkers`). Such a replica fails as a whole: each call
+of its first actor also checks its other actors, and `close` ends all of them.
 """
 
 from __future__ import annotations

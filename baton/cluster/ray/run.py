@@ -236,8 +236,8 @@ class _RayAttempts:
     ) -> dict[tuple[str, ...], str]:
         """Map the GPUs of each replica to the URL of its SGLang server. Raises UserError if a server does not
         answer."""
+        from baton.rollout.engines.sglang.client import ask_servers
         from baton.rollout.engines.sglang.engine import api_key
-        from baton.rollout.engines.sglang.servers import ask_servers
 
         own = engine.sglang
         for url, spec in zip(own.urls, placement.workers, strict=False):

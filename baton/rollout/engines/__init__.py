@@ -1,2 +1,1 @@
-"""Engines that implement the `Engine` protocol. Import these modules lazily, because planner and simulator must not
-import torch."""
+"""Engines (`Engine`). Import these modules lazily, because planner and simulator must not import torch."""

@@ -26,8 +26,7 @@ from baton.types import SamplingParams
 
 T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
-"""Maximum number of seconds until a program that has just started responds. The program may compile the model in this
-time."""
+"""Maximum seconds until a program that has just started responds. It may compile the model in this time."""
 _HEARTBEAT_S = 0.5
 """Seconds between two checks, during a call, that the program is still running."""
 
@@ -87,8 +86,7 @@ class EngineClient(ABC):
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop. `name`: name of the program in messages. `answer_timeout_s`: timeout of
-        each call. `close_s`: `close` waits at most this number of seconds for `_stop`, and again at most this number of
-        seconds for the thread."""
+        each call. `close_s`: maximum seconds that `close` waits for `_stop`, and then for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
@@ -108,8 +106,7 @@ class EngineClient(ABC):
         """Abort requests. `take` may still return some tokens of these requests."""
 
     def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
-        """Return the received messages. Wait at most `timeout_s` for the first message; if no message arrives, call
-        `check`."""
+        """Return the received messages. Wait at most `timeout_s` for the first one; if none arrives, call `check`."""
         found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())

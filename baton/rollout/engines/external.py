@@ -79,7 +79,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """`client`: client of a program that serves `version` and can run `settings.slots` requests at once.
         `read_base`: reads the tensors of the base model; required if versions are adapters."""
         super().__init__(settings, version, skeleton.end_ids, skeleton.text)
-        self._client, self._skeleton, self._settings = client, skeleton, settings
+        self.client, self._skeleton, self._settings = client, skeleton, settings
         self._weights = WholeWeights(skeleton.model, read_base)
         self.running: dict[str, RunningRequest] = {}
         self._name = secrets.token_hex(4)
@@ -89,25 +89,23 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._outbox: list[FromWorker] = []
         """Messages that methods other than `step` have produced. The next `step` returns these messages."""
         self._clock, self._active_s = clock, clock()
-        """`_active_s`: time of the last activity. Activities are receiving a token, starting a request and loading a
-        version."""
+        """`_active_s`: time of the last received token, started request or loaded version."""
         self._is_paused = False
         """Whether the program generates nothing because a load has begun and none has succeeded since."""
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
-        masks requires top-p or top-k, and raises UserError without them. An engine that does not report masks raises
-        UserError if top-p or top-k is set."""
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token, if an engine that reports sampling
+        masks gets a lease without top-p and top-k, or if another engine gets a lease with them."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(
-                f"trajectory {lease.trajectory.name}: {self._client.name} reports sampling masks, so it "
+                f"trajectory {lease.trajectory.name}: {self.client.name} reports sampling masks, so it "
                 "accepts only rollouts with top_p or top_k; evaluate with another engine (eval.enabled = false)"
             )
         if self.mask_dtype is None and (sampling.top_p < 1 or sampling.top_k):
             raise UserError(
-                f"trajectory {lease.trajectory.name}: got top_p {lease.sampling.top_p} and top_k "
-                f"{lease.sampling.top_k}, but {self._only_temperature}"
+                f"trajectory {lease.trajectory.name}: got top_p {sampling.top_p} and top_k {sampling.top_k}, but "
+                f"{self._only_temperature}"
             )
         super().submit(lease)
 
@@ -123,7 +121,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def flush(self) -> list[FromWorker]:
-        self._client.flush()
+        self.client.flush()
         return [*self._collect_tokens(0.0), *super().flush()]
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
@@ -137,7 +135,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
     def begin_load(self, version: PolicyVersion) -> str:
         """Pause the program; record all generated tokens under the old version. Return the label of the new weights."""
         self._is_paused = True
-        self._client.pause()
+        self.client.pause()
         self._outbox += self._collect_tokens(0.0)
         return f"{version.lineage}-{version.number}-{next(self._keys)}"
 
@@ -146,7 +144,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._label = label
         self._table.switch(version)
         self._outbox += self._abort_rows()
-        self._client.resume()
+        self.client.resume()
         self._is_paused, self._active_s = False, self._clock()
 
     @property
@@ -164,21 +162,21 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Make the program load the tensors of a version. The caller has paused generation."""
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         """Record the tokens received within `timeout_s`; return the reports that are due."""
         reports: list[FromWorker] = []
         steps: Counter[str] = Counter()
-        for said in self._client.take(timeout_s):
+        for said in self.client.take(timeout_s):
             self._active_s = self._clock()
             running = self.running.get(said.key)
             if running is None:
                 continue  # the lease has ended, because of a stop string, the token budget or an abort
             if isinstance(said, RequestLost):
-                self._client.check()
+                self.client.check()
                 name = running.row.lease.trajectory.name
-                raise EngineFault(f"{self._client.name} failed to generate trajectory {name}: {said.error}")
+                raise EngineFault(f"{self.client.name} failed to generate trajectory {name}: {said.error}")
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
@@ -199,7 +197,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             if not self._is_held(running):  # the lease has ended, so further tokens from the program are discarded
                 del self.running[said.key]
                 if said.finish is None:
-                    self._client.end([said.key])
+                    self.client.end([said.key])
                 return reports
         if said.finish is not None:
             self._ended_early(said, running)
@@ -212,7 +210,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         masks = said.masks or ()
         if len(masks) != len(said.token_ids) or not all(map(contains, masks, said.token_ids)):
             raise EngineFault(
-                f"trajectory {running.row.lease.trajectory.name}: {self._client.name} reported {len(masks)} sampling "
+                f"trajectory {running.row.lease.trajectory.name}: {self.client.name} reported {len(masks)} sampling "
                 f"masks for {len(said.token_ids)} tokens, or a mask without the generated token"
             )
         return [np.array(mask, dtype=self.mask_dtype).tobytes() for mask in masks]
@@ -221,7 +219,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Handle a request that the program has ended although its lease is still running in the table."""
         row = running.row
         raise EngineFault(
-            f"{self._client.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
+            f"{self.client.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
             f"(finish reason {said.finish!r}) without an abort, although {row.room} more tokens are allowed"
         )
 
@@ -231,14 +229,14 @@ class ExternalEngine(SlotEngine, Generic[Client]):
     def _abort_rows(self) -> list[FromWorker]:
         """Abort the requests of aborted leases in the program; return the reports of these leases."""
         reports: list[FromWorker] = []
-        if self._table.aborted() and self._client.flush():
+        if self._table.aborted() and self.client.flush():
             reports += self._collect_tokens(0.0)
         reports += self._table.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
         for key in ended:
             del self.running[key]
         if ended:
-            self._client.end(ended)
+            self.client.end(ended)
         return reports
 
     def _fill_slots(self) -> None:
@@ -264,4 +262,4 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             )
         if requests:
             self._active_s = self._clock()
-            self._client.begin(requests)
+            self.client.begin(requests)

@@ -14,11 +14,9 @@ END_ID = 0
 
 
 class FakeEngine(SlotEngine):
-    """An `Engine` whose tokens are a pure function of (group id, sample index, position, version).
-
-    Every turn of a trajectory has `length(group_id, sample_index)` tokens, including the end id. The text of a response
-    consists of the decimal ids of its tokens, separated by spaces. Stop strings are searched in this text.
-    """
+    """An `Engine` whose tokens are a pure function of (group id, sample index, position, version). Every turn of a
+    trajectory has `length(group_id, sample_index)` tokens, including the end id. The text of a response consists of the
+    decimal ids of its tokens, separated by spaces. Stop strings are searched in this text."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, length: Callable[[int, int], int]) -> None:
         super().__init__(settings, version, (END_ID,), lambda ids: " ".join(map(str, ids)))

@@ -164,11 +164,8 @@ def _sample(logits_WV: Tensor, params: RowParams, draw_W: Tensor) -> tuple[Tenso
 
 def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
     """Return, for each row, the first id at which the cumulative mass exceeds the draw times the total mass. Ids of
-    mass 0 are never drawn.
-
-    There is always such an id. A draw is at most 1 - 2^-53, and the total mass is below 2^53. The draw times the total
-    mass is therefore below the total mass, even after rounding.
-    """
+    mass 0 are never drawn. There is always such an id. A draw is at most 1 - 2^-53, and the total mass is below 2^53.
+    The draw times the total mass is therefore below the total mass, even after rounding."""
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
     target_W = (uniform_W * total_W).long()

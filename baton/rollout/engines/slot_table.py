@@ -37,8 +37,7 @@ class Piece(NamedTuple):
     """Number of the version whose weights compute the piece's keys and values. None stands for the version that the
     engine serves."""
     is_within_turn: bool = False
-    """Whether the piece ends with tokens of an unfinished turn. A piece without such tokens is computed by a
-    prefill."""
+    """Whether the piece ends with tokens of an unfinished turn. Any other piece is computed by a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces. `ids`: all ids from the start of the prompt. `before`: key of the previous
-    piece."""
+    """Return the keys of successive pieces of all `ids` from the prompt on. `before`: key of the previous piece."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
     for piece in pieces:
@@ -85,8 +83,7 @@ class RunningLease:
         self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.position = len(ids) - 1
-        """Position of the last id, counted from 0 at the start of the prompt. The last id is the input of the next
-        decode step."""
+        """Position of the last id, counted from 0 at the start of the prompt: the input of the next decode step."""
         self.pieces = pieces_of(trajectory)
         self._keys: dict[tuple[int, bool], tuple[PrefixKey, ...]] = {}
         self.kept: tuple[PrefixKey, ...] = ()

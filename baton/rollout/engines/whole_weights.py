@@ -4,6 +4,7 @@ SGLang load."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,9 @@ class ModelFiles:
 
 
 class WholeWeights:
-    """Assembles a whole model from the tensors of a version.
-
-    An adapter is merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model
-    whose weights are bit-identical to a merged checkpoint of the run.
-    """
+    """Assembles a whole model from the tensors of a version. An adapter is merged in the same way as in the embedded
+    engine. vLLM and SGLang therefore serve an ordinary model whose weights are bit-identical to a merged checkpoint of
+    the run."""
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
         """`model`: a model of the same architecture, possibly on the meta device: only names and shapes are used."""
@@ -81,7 +80,6 @@ class WholeWeights:
         """Whether `whole` moves the tensors to host memory; otherwise the tensors stay on their device."""
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
-        self._base_tensors: Mapping[str, Tensor] | None = None
 
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a version by their names in a model file. Tied tensors occur once. Tensors in the
@@ -91,8 +89,7 @@ class WholeWeights:
             check_fit(self._model, self._own, tensors)
             return tensors
         if is_adapter(tensors):
-            base = self.base()
-            tensors = {**base, **dict(self._base.merged(base, tensors))}
+            tensors = {**self.base, **dict(self._base.merged(self.base, tensors))}
         check_fit(self._model, self._own, tensors)
         first = {id(p): name for name, p in self._model.named_parameters()}
         found: dict[str, Tensor] = {}
@@ -105,10 +102,9 @@ class WholeWeights:
         """Raise EngineFault if an adapter does not fit the model."""
         adapted_modules(self._own, tensors)
 
+    @cached_property
     def base(self) -> Mapping[str, Tensor]:
-        """Return the tensors of the base model. Raises EngineFault if `read_base` is None."""
-        if self._base_tensors is None:
-            if self._read_base is None:
-                raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")
-            self._base_tensors = dict(self._read_base())
-        return self._base_tensors
+        """Tensors of the base model. Raises EngineFault if `read_base` is None."""
+        if self._read_base is None:
+            raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")
+        return dict(self._read_base())

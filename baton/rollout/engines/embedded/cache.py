@@ -33,11 +33,9 @@ class Prefix:
 
 
 class KeptPrefixes:
-    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first.
-
-    A lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are therefore dropped
-    before earlier pieces.
-    """
+    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first. A
+    lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are therefore dropped
+    before earlier pieces."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -112,9 +110,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new key and value of each row at the row's position; return the keys and values of the window.
-        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length,
-        head_dim]."""
+        """Write the new key and value of each row [W, kv_heads, 1, head_dim] at the row's position. Return the keys and
+        values of the window, both [W, kv_heads, kv_length, head_dim]."""
         window = self._window
         width, kv_length = window.width, window.kv_length
         with unordered_writes(key_states.device):  # each row writes to a slot of its own
@@ -185,8 +182,7 @@ class SlotCache(Cache):
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. In each cycle of the permutation, only the shortest row is copied to temporary
-        memory; the other rows are copied directly."""
+        permutation of the lowest slots. In each cycle, only the shortest row is copied to temporary memory."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:
@@ -206,13 +202,9 @@ class SlotCache(Cache):
 
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
-    """Return the cache for one prefill. The cache's first `length` positions have the keys and values of earlier
-    pieces.
-
-    `pasts`: for each row, the pieces before the row's new tokens. If `pasts` has fewer elements than `rows`, the
-    remaining rows have no earlier pieces. In each row, the positions from the end of its pieces up to `length` are zero
-    and must be masked.
-    """
+    """Return the cache for one prefill, whose first `length` positions have the keys and values of earlier pieces.
+    `pasts`: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no pieces. The positions
+    from the end of a row's pieces up to `length` are zero and must be masked."""
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     num_layers = next((len(pieces[0].tensors) // 2 for pieces in pasts if pieces), 0)
     for layer in range(num_layers):
@@ -237,16 +229,11 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
     """Return one `Prefix` per row of a prefill cache: a copy of `lengths[row]` positions from `start` on."""
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+    states = [s for side in ("keys", "values") for layer in cache.layers if (s := getattr(layer, side)) is not None]
 
     def cut(row: int, length: int) -> list[Tensor]:
-        part = slice(start, start + length)
-        return [
-            s[row, :, part].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            for s in states
-            if s is not None
-        ]
+        parts = (s[row, :, start : start + length].transpose(0, 1) for s in states)
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
     return [Prefix(cut(row, n), n) for row, n in enumerate(lengths)]
 
@@ -263,11 +250,8 @@ class Masks:
 
     def additive(self, query_Q1: Tensor, kv: Tensor | int) -> Tensor | dict[str, Tensor]:
         """Return additive masks [..., Q, K] for query positions [..., Q, 1]: 0 where attention is allowed, else -inf.
-
-        `kv`: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1.
-
-        The masks are not boolean, because eager attention adds the mask to the scores.
-        """
+        `kv`: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1. The masks are not
+        boolean, because eager attention adds the mask to the scores."""
         if isinstance(kv, int):
             kv = torch.arange(kv, device=query_Q1.device)
         seen = torch.zeros((), dtype=self.dtype, device=kv.device)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from baton.cost.memory import KEPT_CONTEXTS
 from baton.errors import UserError
-from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
+from baton.policy.load import end_ids, load_policy, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes, sent
 from baton.policy.routing import Routing, RoutingReplay
 from baton.policy.settings import ModelSettings
@@ -43,8 +43,7 @@ from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, Slo
 from baton.types import FromWorker, PolicyVersion
 
 _LOOK_AHEAD = 64
-"""If a prefill has unused rows, these rows compute prefixes of waiting leases. At most this number of waiting leases is
-considered, beginning with the oldest."""
+"""Maximum number of waiting leases, oldest first, whose prefixes are computed in the unused rows of a prefill."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -58,12 +57,9 @@ class EmbeddedEngine(SlotEngine):
         version: PolicyVersion,
         end_ids: tuple[int, ...],
     ) -> None:
-        """Allocate the slots on the device of the model.
-
-        `model`: must have the dtype `settings.dtype`. The engine owns the model, because `load_weights` overwrites the
-        model's parameters. `end_ids`: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises
-        UserError for a model without an ordinary KV cache.
-        """
+        """Allocate the slots on the device of the model. `model`: must have the dtype `settings.dtype`. The engine owns
+        the model, because `load_weights` overwrites the model's parameters. `end_ids`: ids that end a trajectory, in
+        addition to the stop_token_ids of a lease. Raises UserError for a model without an ordinary KV cache."""
         dtype = str(model.dtype).removeprefix("torch.")
         assert settings.dtype in (dtype, "auto"), f"got a model in {dtype} with engine.dtype {settings.dtype}"
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
@@ -229,7 +225,9 @@ class EmbeddedEngine(SlotEngine):
         if is_ordering or table.rows[:width] != self._params_rows:
             self._order_rows(width, is_ordering=is_ordering)
             self._params_rows = table.rows[:width]
-            self._params = self._gather_params(width)
+            params = [None if row is None else row.lease.sampling for row in self._params_rows]
+            params += [None] * (width - len(params))
+            self._params = row_params(params, self.network.vocabulary, device)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
         kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
@@ -268,11 +266,6 @@ class EmbeddedEngine(SlotEngine):
             self._inputs[:, : len(order)] = self._inputs[:, order]
             self._noise_keys[: len(order)] = self._noise_keys[order]
 
-    def _gather_params(self, width: int) -> RowParams:
-        rows = [*self._params_rows, *[None] * (width - len(self._params_rows))]
-        params = [row.lease.sampling if row is not None else None for row in rows]
-        return row_params(params, self.network.vocabulary, self.network.device)
-
     def _compact(self, width: int) -> None:
         """Move all rows, with their keys and values, into the lowest slots."""
         with torch.inference_mode():
@@ -286,12 +279,7 @@ class EmbeddedEngine(SlotEngine):
 
 def embedded_engine(source: ModelSettings, settings: EngineSettings, version: PolicyVersion) -> EmbeddedEngine:
     """Build an engine with the weights of a model, which is `version`."""
-    device = torch_device(source.device)
-    dtype = torch_dtype(settings.dtype, device)
-    model = load_model(
-        source.path, dtype=dtype, device=device, attention=source.attention, head_dtype=source.head_dtype
-    )
-    tokenizer = load_tokenizer(source.path)
+    model, tokenizer = load_policy(source, settings.dtype), load_tokenizer(source.path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 
 

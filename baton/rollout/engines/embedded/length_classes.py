@@ -18,8 +18,7 @@ from baton.cost.generate import CLASS_VALUES
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _COPY_COST = 2
-"""Cost of copying one position to another slot. All costs in this file have the same unit: the time to scan one
-position."""
+"""Cost of copying one position to another slot. The unit of all costs in this file is the time to scan one position."""
 HORIZON_STEPS = 16
 """Number of decode steps between two choices of the classes. Rows move only if the moves cost less than the shorter
 scans save in this number of steps."""

@@ -127,8 +127,7 @@ class Network:
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Batch sizes, in ascending order, at which a decode step gives bit-identical results. The last one covers all
-        slots."""
+        """Batch sizes at which a decode step gives bit-identical results, ascending. The last one covers all slots."""
         self.kv_lengths: tuple[int, ...] = ()
         """KV lengths, in ascending order, at which a decode step gives bit-identical results. The last one is the cache
         length."""
@@ -291,8 +290,7 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
-        """Return, in ascending order, the batch sizes at which the results of a prefill are bit-identical to those at
-        the shape's maximum batch size."""
+        """Return the batch sizes, ascending, at which a prefill has the same bits as at the shape's maximum one."""
         most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)
@@ -306,7 +304,7 @@ class Network:
 
         def is_same(rows: int) -> bool:
             found = self._prefill(ids[:rows], shape._replace(rows=rows), pasts[:rows])
-            return all(_are_equal(a, b) for a, b in zip(found, full, strict=False))
+            return all(all(map(torch.equal, a.tensors, b.tensors)) for a, b in zip(found, full, strict=False))
 
         return (*(rows for rows in reversed(fewer) if is_same(rows)), most)
 
@@ -356,13 +354,8 @@ def _noise(like: Prefix, num_tokens: int) -> Prefix:
     return Prefix(tensors, num_tokens)
 
 
-def _are_equal(a: Prefix, b: Prefix) -> bool:
-    return all(map(torch.equal, a.tensors, b.tensors))
-
-
 def _widths(full: int) -> list[int]:
-    """Return the candidate widths below `full`: multiples of 8 up to 64, then 80, 96, 112, 128, 160, 192, 224, 256 and
-    so on."""
+    """Return the candidate widths below `full`: multiples of 8 up to 64, then 80, 96, 112, 128, 160, 192 and so on."""
     doublings = [64 << i for i in range(full.bit_length())]
     tried = [*range(MIN_WIDTH, 64, 8), *[d + d // 4 * quarter for d in doublings for quarter in range(4)]]
     return [w for w in tried if w < full]

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from baton.policy.adapters import BaseWeights
-from baton.policy.head import find_head
+from baton.policy.head import find_head, logit_pieces
 from baton.policy.logprobs import hidden_states
 from baton.policy.sampling_masks import decoded
 from baton.policy.tensors import load_version
@@ -88,11 +88,11 @@ class Rescorer:
         ids must be within the vocabulary, which `swarm/verification/checks.py` verifies first."""
         assert self.version is not None, "no version has been loaded"
         rows = [_row(claim, self.version) for claim in claims]
-        found: dict[int, Rescored] = {}
+        found = [self._result(row, ((), (), ())) for row in rows]
         for batch in self._batches([i for i, row in enumerate(rows) if row.places], rows):
-            found |= zip(batch, self._scored([rows[i] for i in batch]), strict=True)
-        empty = torch.empty(0, dtype=torch.float64)
-        return [found[i] if i in found else self._result(row, (empty,) * 3) for i, row in enumerate(rows)]
+            for i, rescored in zip(batch, self._scored([rows[i] for i in batch]), strict=True):
+                found[i] = rescored
+        return found
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
         """Yield batches of row indices, sorted by length. A padded batch of several rows has at most `MAX_TOKENS`."""
@@ -121,25 +121,22 @@ class Rescorer:
         head = find_head(self.model)
         states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
         states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
-        size = max(1, _MAX_LOGITS // self._vocabulary)
         kept_NK = decoded([mask for row in rows for mask in row.masks], self._vocabulary)
         parts: list[tuple[Tensor, ...]] = []
-        for begin in range(0, len(targets_N), size):
-            piece = slice(begin, begin + size)
+        for piece in logit_pieces(len(targets_N), self._vocabulary, _MAX_LOGITS):
             logits_NV = head.logits(states_N[piece]) if head else states_N[piece]
             params = row_params(params_N[piece], logits_NV.shape[-1], device)
             kept = kept_NK[piece].to(device).long() if kept_NK.shape[-1] else None
             parts.append(token_scores(logits_NV, targets_N[piece], uniform_N[piece], params, kept))
         lengths = [len(row.places) for row in rows]
         columns = [torch.split(torch.cat(column).cpu(), lengths) for column in zip(*parts, strict=True)]
-        return [self._result(row, scores) for row, scores in zip(rows, zip(*columns, strict=True), strict=True)]
+        by_row = [[tuple(scores.tolist()) for scores in own] for own in zip(*columns, strict=True)]
+        return [self._result(row, scores) for row, scores in zip(rows, by_row, strict=True)]
 
-    def _result(self, row: _Row, scores: Sequence[Tensor]) -> Rescored:
+    def _result(self, row: _Row, scores: Sequence[tuple[float, ...]]) -> Rescored:
         assert self.version is not None
-        trajectory, temperature = row.claim.trajectory, row.claim.sampling.temperature
-        numbers = [tuple(column.tolist()) for column in scores]
-        behavior = row.behavior_logprobs
-        return Rescored(trajectory.name, self.version, temperature, row.places, row.token_ids, behavior, *numbers)
+        name, temperature = row.claim.trajectory.name, row.claim.sampling.temperature
+        return Rescored(name, self.version, temperature, row.places, row.token_ids, row.behavior_logprobs, *scores)
 
 
 def _row(claim: Claim, version: int) -> _Row:
@@ -168,10 +165,8 @@ def token_scores(
     logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams, kept_NK: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return the logprobs [N], draw gaps [N] and tail masses [N] of the tokens `targets_N`, as `Rescored` defines them.
-    If `kept_NK` (the reported masks) is given, also return the mask gaps [N].
-
-    Temperature, top-k and top-p must be applied exactly as in `sample`.
-    """
+    If `kept_NK` (the reported masks) is given, also return the mask gaps [N]. Temperature, top-k and top-p must be
+    applied exactly as in `sample`."""
     logits_NV = logits_NV.float()
     if params.temperature_W1 is not None:
         logits_NV = logits_NV / params.temperature_W1
@@ -254,12 +249,11 @@ def _filtered_distance(
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
     possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and, if the target is not
-    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only under two
-    conditions. First, the set must not have more than k tokens, the limit of top-k. Second, take the last token that
-    the set adds or removes: the mass of all more likely tokens must be within `_BORDER` of top-p. In the fourth set,
-    the target replaces token n. If the target is already among the n most likely tokens, token n + 1 replaces token n
-    instead. The fourth set is possible only if the new token's probability is at least 1 − `_BORDER` times the
-    probability of token n.
+    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only if it has
+    at most k tokens, the limit of top-k, and if the mass of all tokens that are more likely than the last added or
+    removed token is within `_BORDER` of top-p. In the fourth set, the target replaces token n, or token n + 1 does if
+    the target is already among the n most likely tokens. The fourth set is possible only if the new token's probability
+    is at least 1 − `_BORDER` times the probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
@@ -270,16 +264,13 @@ def _filtered_distance(
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1
-    smallest = sorted_FV.gather(1, size_F1 - 1)
 
     def reaches(size_F1: Tensor) -> Tensor:
         return (size_F1 <= top_k_F1) & (share_FV.gather(1, (size_F1 - 1).clamp(max=last)) < top_p_F1 * (1 + _BORDER))
 
-    def nearly_as_likely(rank_F1: Tensor) -> Tensor:
-        return sorted_FV.gather(1, rank_F1) >= smallest * (1 - _BORDER)
-
     to_target_F1 = torch.maximum(size_F1, rank_F1 + 1)
     other_F1 = torch.maximum(size_F1, rank_F1).clamp(max=last)
+    is_near_F1 = sorted_FV.gather(1, other_F1) >= sorted_FV.gather(1, size_F1 - 1) * (1 - _BORDER)
     is_enough_F1 = (size_F1 > 1) & (share_FV.gather(1, size_F1 - 1) >= top_p_F1 * (1 - _BORDER))
     likely_V = rank_V < size_F1
     variants = [
@@ -287,7 +278,7 @@ def _filtered_distance(
         (rank_V < size_F1 - 1, is_enough_F1),
         (rank_V < size_F1 + 1, reaches(size_F1 + 1)),
         (rank_V < to_target_F1, reaches(to_target_F1)),
-        (likely_V & (rank_V != size_F1 - 1) | (rank_V == other_F1), nearly_as_likely(other_F1)),
+        (likely_V & (rank_V != size_F1 - 1) | (rank_V == other_F1), is_near_F1),
     ]
     gaps, tails = [], []
     for kept_FV, is_possible_F1 in variants:

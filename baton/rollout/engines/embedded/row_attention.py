@@ -1,12 +1,10 @@
-"""Decode attention in which short rows scan fewer positions than the longest row. A row scans only its own length. On a
-CPU, rows of similar length can form a class instead: then all rows of a class scan the length of its longest row.
+"""Decode attention in which short rows scan fewer positions than the longest row, unlike ordinary masked attention.
 
-Ordinary masked attention scans the length of the longest row for every row. On a CPU, this module instead computes
-attention separately for each class (`length_classes.py`), or separately for each row. The computation for each row uses
-a kernel that the machine's C compiler builds (`kernels.c`). On CUDA, torch's variable-length kernel treats the slots
-[slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W` positions of
-each. The kernel copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the
-bits of a row do not depend on other rows.
+On a CPU, attention is computed separately for each class of rows (`length_classes.py`), over the length of its longest
+row, or separately for each row, by a kernel that the machine's C compiler builds (`kernels.c`). On CUDA, torch's
+variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads
+only the first `lengths_W` positions of each. The kernel copies nothing and does not repeat grouped heads. With
+`num_splits = 1`, the order of summation is fixed, so the bits of a row do not depend on other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
@@ -48,8 +46,7 @@ class Rows:
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of a decode step over the slots 0 to W − 1, in order. `position_W`: positions of the new
-        tokens."""
+        """Return the rows of a decode step over the slots 0 to W − 1. `position_W`: positions of the new tokens."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
@@ -64,8 +61,7 @@ def can_attend_by_class(model: PreTrainedModel) -> bool:
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Replace a model's attention by the attention of this module. The model's forward then accepts `rows`: `Rows` or
-    slot ranges."""
+    """Replace a model's attention by `_attention`. The model's forward then accepts `rows`: `Rows` or slot ranges."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)

@@ -1,4 +1,4 @@
-"""`SglangClient`: sends requests to an SGLang server.
+"""`SglangClient`: sends requests to an SGLang server. `ask_servers`: asks servers for their properties before a run.
 
 | task              | consumes         | produces                         | waits for       | unblocked by             |
 |-------------------|------------------|----------------------------------|-----------------|--------------------------|
@@ -31,8 +31,12 @@ _ASK_AGAIN_S = 0.1
 _CLOSE_S = 5.0
 _LONGEST_ANSWER = 1 << 20
 """Maximum bytes of a response that is not a stream."""
-_LACKS = object()
-"""Result of a request to a path that the server does not have (status 404)."""
+
+
+def _session(key: str | None, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0)  # no limit: one stream per slot is open
+    return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
 
 
 class SglangClient(EngineClient):
@@ -44,13 +48,9 @@ class SglangClient(EngineClient):
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
-        self._server = wire.ServerInfo()
+        self.server = wire.ServerInfo()
+        """Properties of the server."""
         self._start_with(self._connect(key), START_TIMEOUT_S + _CLOSE_S)
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        """Maximum tokens of prompt and response together on this server; None if the server does not report it."""
-        return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
         """Abort requests. `take` still returns all tokens of these requests, and a last message per request."""
@@ -71,12 +71,7 @@ class SglangClient(EngineClient):
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
 
     async def _connect(self, key: str | None) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = aiohttp.ClientSession(
-            headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),  # no limit: one stream per slot is open
-            timeout=aiohttp.ClientTimeout(total=None, sock_read=self._answer_timeout_s),
-        )
+        self._http = _session(key, aiohttp.ClientTimeout(total=None, sock_read=self._answer_timeout_s))
         deadline_s, status = self._loop.time() + START_TIMEOUT_S, 0
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -88,7 +83,7 @@ class SglangClient(EngineClient):
                 last = f"; its last answer to /health was HTTP {status}" if status else ""
                 raise DeadlineExceeded(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s{last}")
             await asyncio.sleep(_ASK_AGAIN_S)
-        self._server = wire.read_server(await self._ask_either(wire.SERVER_INFO))
+        self.server = wire.read_server(await self._ask("GET", *wire.SERVER_INFO))
         self._ender = self._loop.create_task(self._keep_ending())
 
     async def _stop(self) -> None:
@@ -96,7 +91,7 @@ class SglangClient(EngineClient):
             self._ender.cancel()
             for key in list(self._tasks):
                 with contextlib.suppress(EngineFault):
-                    await self._ask("POST", "/abort_request", wire.abort_body(key))
+                    await self._ask("POST", "/abort_request", body=wire.abort_body(key))
         for task in list(self._tasks.values()):
             task.cancel()
         if hasattr(self, "_http"):
@@ -111,7 +106,7 @@ class SglangClient(EngineClient):
                 if answer.status != 200:
                     text = (await answer.content.read(500)).decode(errors="replace")
                     raise EngineFault(f"HTTP {answer.status}: {text}")
-                is_incremental = self._server.is_incremental
+                is_incremental = self.server.is_incremental
                 async for said in wire.events(request.key, answer.content, self._longest_event, is_incremental):
                     self._inbox.put(said)
                     finish = said.finish
@@ -130,50 +125,65 @@ class SglangClient(EngineClient):
         while True:
             for key in list(self._ending & self._tasks.keys()):
                 with contextlib.suppress(EngineFault):  # if the server has exited, the streams fail as well
-                    await self._ask("POST", "/abort_request", wire.abort_body(key))
+                    await self._ask("POST", "/abort_request", body=wire.abort_body(key))
             self._ending.intersection_update(self._tasks)  # in place, because `end` may hold a reference
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _quiesce(self) -> None:
         while True:
-            await self._ask("POST", "/abort_request", wire.abort_body(None))
-            if not self._tasks and wire.load_of(await self._ask_either(wire.LOADS)) == 0:
+            await self._ask("POST", "/abort_request", body=wire.abort_body(None))
+            if not self._tasks and wire.load_of(await self._ask("GET", *wire.LOADS)) == 0:
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _load_weights(self, directory: str, label: str) -> None:
         body = {"model_path": directory, "load_format": "safetensors", "weight_version": label}
-        answer = await self._ask("POST", "/update_weights_from_disk", body)
+        answer = await self._ask("POST", "/update_weights_from_disk", body=body)
         if not isinstance(answer, dict) or not answer.get("success"):
             raise EngineFault(f"{self.name} did not load the weights in {directory}: {answer}")
         await self._ask("POST", "/flush_cache", is_json=False)
-        info = await self._ask_either(wire.MODEL_INFO)
+        info = await self._ask("GET", *wire.MODEL_INFO)
         holds = info.get("weight_version") if isinstance(info, dict) else None
         if holds != label:
             raise EngineFault(f"{self.name} was sent weights {label} and reports that it serves {holds}")
 
-    async def _ask_either(self, paths: Sequence[str]) -> Any:
-        """Request the paths in order, and return the response of the first path that the server has."""
-        *others, last = paths
-        for path in others:
-            answer = await self._ask("GET", path, may_lack=True)
-            if answer is not _LACKS:
-                return answer
-        return await self._ask("GET", last)
-
-    async def _ask(
-        self, method: str, path: str, body: Any = None, *, is_json: bool = True, may_lack: bool = False
-    ) -> Any:
-        """Send one request that is not a stream, and return the response. Raises EngineFault if no response arrives, or
-        if the response is too long or its status is not 200."""
+    async def _ask(self, method: str, path: str, *others: str, body: Any = None, is_json: bool = True) -> Any:
+        """Send one request that is not a stream, and return the response. If the server does not have `path` (status
+        404), request the first of `others` that it has. Raises EngineFault if no response arrives, or if the response
+        is too long or its status is not 200."""
         what = f"{self.name}: {method} {path}"
         try:
             async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:
-                if may_lack and answer.status == 404:
-                    return _LACKS
+                if others and answer.status == 404:
+                    return await self._ask(method, *others, body=body, is_json=is_json)
                 if answer.status != 200:
                     said = (await answer.content.read(500)).decode(errors="replace").strip()
                     raise EngineFault(f"{what}: HTTP {answer.status}: {said}")
                 return await wire.read_json(answer.content, _LONGEST_ANSWER) if is_json else None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineFault(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def ask_servers(urls: Sequence[str], *, key: str | None, timeout_s: float) -> list[wire.ServerInfo | str]:
+    """Return the properties of each server, or why it did not report them in `timeout_s`. `key`: API key."""
+
+    async def ask_all() -> list[wire.ServerInfo | str]:
+        async with _session(key, aiohttp.ClientTimeout(total=timeout_s)) as session:
+            return await asyncio.gather(*(_ask_server(session, url.rstrip("/"), timeout_s) for url in urls))
+
+    return asyncio.run(ask_all())
+
+
+async def _ask_server(session: aiohttp.ClientSession, url: str, timeout_s: float) -> wire.ServerInfo | str:
+    status = 0
+    try:
+        for path in wire.SERVER_INFO:
+            async with session.get(url + path, allow_redirects=False) as answer:
+                status = answer.status
+                if status == 200:
+                    return wire.read_server(await wire.read_json(answer.content, _LONGEST_ANSWER))
+    except TimeoutError:
+        return f"no answer in {timeout_s:.0f} s"
+    except (aiohttp.ClientError, EngineFault, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"HTTP {status}"

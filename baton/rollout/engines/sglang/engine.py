@@ -50,17 +50,15 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _directory: Path | None = None
     """Directory of the current weights, which the server reads again if loading the next weights fails."""
     _is_loading = False
-    """Whether weights are being loaded. While this value is True, an aborted stream is not a fault, because the load
-    aborts all requests."""
+    """Whether weights are being loaded: the load aborts all requests, so an aborted stream is no fault."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease. The lease is reported when the server has ended its request. Has no effect on an unknown
-        lease."""
+        """End a lease, if it is known. The lease is reported when the server has ended its request."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True
         if keys:
-            self._client.end(keys)
+            self.client.end(keys)
         else:
             super().abort(lease_id)
 
@@ -83,7 +81,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
             with writing(directory):
                 self._skeleton.save(directory)
                 save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
-            self._client.load(str(directory), label)
+            self.client.load(str(directory), label)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -103,7 +101,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         if said.weights is not None and said.weights != self._label:
             raise EngineFault(
-                f"{self._client.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
+                f"{self.client.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
                 "loaded weights; use a separate server for each engine"
             )
         return super()._append_tokens(said, running)
@@ -141,8 +139,7 @@ def api_key(settings: SglangSettings) -> str | None:
 
 
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
-    required if versions are adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`, required for adapters."""
     own = settings.sglang
     if own.url is None:
         raise UserError(
@@ -162,7 +159,7 @@ def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: 
         longest_event=(1 << 20) + _BYTES_PER_TOKEN * settings.max_context_tokens,
         answer_timeout_s=own.answer_timeout_s,
     )
-    has = client.max_context_tokens
+    has = client.server.context_length
     if has is not None and has < settings.max_context_tokens + _RESERVED_TOKENS:
         client.close()
         raise UserError(

@@ -1,7 +1,16 @@
 """`VllmClient`: sends requests to vLLM's asynchronous engine (AsyncLLM).
 
 vLLM starts its core as a process (`EngineCore`), and one more process per device if there are several devices. Tasks of
-vLLM in the event loop read the core's socket.
+vLLM in the event loop read the core's socket. If an engine spans several machines, each further machine runs
+`VllmWorkers`:
+
+    first machine                                    each further machine
+    VllmClient ─▶ core of vLLM ─┬─▶ workers          VllmWorkers ─▶ workers
+                                └── calls over ZeroMQ ─────────────────▲
+                     workers of all machines: one group of torch.distributed
+
+vLLM 0.32 calls such an engine a multi-node engine of the executor `mp` (`nnodes`, `node_rank`). The command `vllm serve
+--headless` does the same as `VllmWorkers`. All machines must have the same arguments, except `node_rank`.
 """
 
 from __future__ import annotations
@@ -86,14 +95,12 @@ class VllmClient(EngineClient):
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
-        """Call a method of vLLM's workers from any thread; return the results. `info`: the method's argument, if
-        any."""
+        """Call a method of vLLM's workers from any thread; return the results. `info`: its argument, or None."""
         arguments = () if info is None else (info,)
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
     def set_label(self, label: str) -> None:
-        """Set the label (vLLM's weight version) of the whole model that the workers have loaded. Later requests use no
-        adapter."""
+        """Set the label (vLLM's weight version) of a loaded whole model. Later requests use no adapter."""
         self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
         self._adapter = None
 
@@ -233,13 +240,37 @@ class VllmClient(EngineClient):
         await self._llm.update_weight_version(label)
 
 
-def set_up_environment() -> None:
-    """Set the environment variables of vLLM. Call before importing vLLM. Variables that the user has set are not
-    changed.
+class VllmWorkers:
+    """Workers that the core on the first machine calls. The workers end with this process."""
 
-    The variables disable usage statistics and downloads, and make vLLM start its processes by spawn, because this
-    process has threads.
-    """
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """`arguments`: of `AsyncEngineArgs`. Waits, with no deadline of its own, for the workers of all machines.
+        Raises UserError if vLLM refuses the arguments, and EngineFault if a worker fails."""
+        set_up_environment()
+        from vllm import AsyncEngineArgs
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise refusal(error) from error
+        try:
+            self._executor: Any = MultiprocExecutor(config)
+        except Exception as error:  # vLLM raises Exception itself
+            raise EngineFault(f"workers of vLLM did not start: {first_line(error)} (vLLM's output is above)") from error
+        self._detector = StopDetector(worker.proc.pid for worker in self._executor.workers)
+
+    def check(self) -> None:
+        """Raise EngineFault if a worker has exited, or if a signal has stopped it."""
+        if self._executor.is_failed:
+            raise EngineFault("a worker of vLLM has exited; its output above shows the reason")
+        self._detector.check()
+
+
+def set_up_environment() -> None:
+    """Set the environment variables of vLLM that the user has not set. Call before importing vLLM. The variables
+    disable usage statistics and downloads, and make vLLM start its processes by spawn, because this process has
+    threads."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -254,7 +285,6 @@ def set_up_environment() -> None:
 
 
 def refusal(error: Exception) -> UserError:
-    """Return the error for a model or settings that vLLM refuses. It has the first line of vLLM's message, or of the
-    first error in a pydantic error."""
+    """Return the error for what vLLM refuses, with the first line of its message, or of the first error of pydantic."""
     said = str(error.errors()[0]["msg"]).splitlines()[0] if isinstance(error, ValidationError) else first_line(error)
     return UserError(f"engine.kind: vLLM refuses this model or these settings: {said}")

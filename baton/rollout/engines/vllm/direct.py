@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
@@ -20,8 +19,7 @@ from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.vllm_transport import VllmTransport
 
 _ATTEMPTS = 3
-"""Maximum number of attempts to load a version, each with its own deadlines. If all attempts fail, the engine counts as
-failed."""
+"""Maximum attempts to load a version, each with its own deadlines, after which the engine counts as failed."""
 
 
 def arguments_of(direct: DirectTransfer | None) -> dict[str, Any]:
@@ -36,22 +34,6 @@ def arguments_of(direct: DirectTransfer | None) -> dict[str, Any]:
         "worker_extension_cls": f"baton.rollout.engines.vllm.{worker}",
         "weight_transfer_config": {"backend": f"baton_{direct.backend}"},
     }
-
-
-@dataclass(frozen=True, slots=True)
-class VllmLink:
-    """Calls methods of the workers of a vLLM engine."""
-
-    client: Any
-    """A `VllmClient`, or a `RemoteReplica`."""
-    world_size: int
-    may_start: Event = field(default_factory=Event)
-    """This event is set while the engine is paused for a load. A transfer starts only while the event is set."""
-
-    def call(self, method: str, info: Any, timeout_s: float) -> None:
-        if method == "start_weight_update" and not self.may_start.wait(timeout_s):
-            raise WeightsFault(f"the engine was not paused for a new version within {timeout_s:.0f} s")
-        self.client.call_workers(method, info, timeout_s)
 
 
 class DirectVersions:
@@ -89,14 +71,21 @@ class DirectVersions:
 
 
 class DirectLoad:
-    """Loads versions by direct transfers into an engine."""
+    """Loads versions by direct transfers into an engine. Implements `ReplicaLink`."""
 
     def __init__(self, client: Any, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
-        """`timeout_s`: deadline of each phase of a transfer. It has no effect if the replicas of a run share
-        `direct.versions`, which has its own deadlines."""
+        """`client`: a `VllmClient`, or a `RemoteReplica`. `timeout_s`: deadline of each phase of a transfer. It has no
+        effect if the replicas of a run share `direct.versions`, which has its own deadlines."""
         self._versions, self.is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
-        self._client, self._replica, self.link = client, direct.replica, VllmLink(client, world_size)
-        self._versions.sender.join(self._replica, self.link)
+        self._client, self._replica, self.world_size = client, direct.replica, world_size
+        self.may_start = Event()
+        """This event is set while the engine is paused for a load. A transfer starts only while the event is set."""
+        self._versions.sender.join(self._replica, self)
+
+    def call(self, method: str, info: Any, timeout_s: float) -> None:
+        if method == "start_weight_update" and not self.may_start.wait(timeout_s):
+            raise WeightsFault(f"the engine was not paused for a new version within {timeout_s:.0f} s")
+        self._client.call_workers(method, info, timeout_s)
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Load a whole version, whose tensors are named as in a model file, into the paused engine. Raises BatonError
@@ -109,11 +98,11 @@ class DirectLoad:
         offered, sent = self._versions.offered
         if offered != version:
             raise WeightsFault(f"version {offered.number} has replaced version {version.number}")
-        self.link.may_start.set()
+        self.may_start.set()
         try:
             sender.wait(self._replica, sent, _ATTEMPTS * 4 * self._versions.rules.stall_s, check=self._check)
         finally:
-            self.link.may_start.clear()
+            self.may_start.clear()
             if not self.is_shared:
                 self._versions.withdraw()
         # the transfer of a newer version may have started just before may_start was cleared

@@ -44,9 +44,8 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest, joined
-from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
+from baton.rollout.engines.vllm.client import VllmClient, VllmWorkers, set_up_environment
 from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
-from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
@@ -67,8 +66,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """An engine on vLLM."""
 
     direct: DirectLoad | None = None
-    """Loads versions directly from the memory of the trainer's process. None if vLLM reads versions from files in
-    `/dev/shm`."""
+    """Loads versions directly from the memory of the trainer's process; None if vLLM reads them from `/dev/shm`."""
     _freed: tuple[str, ...] = ()
     """vLLM's names for the parts of device memory that are currently freed."""
     # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs
@@ -77,11 +75,6 @@ class VllmEngine(ExternalEngine[VllmClient]):
         "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or, for training, "
         "engine.vllm.return_sampling_mask = true"
     )
-
-    @property
-    def client(self) -> VllmClient:
-        """The connection to vLLM, for a process that calls vLLM's workers itself (`remote.py`)."""
-        return self._client
 
     @property
     def mask_dtype(self) -> str | None:
@@ -105,32 +98,32 @@ class VllmEngine(ExternalEngine[VllmClient]):
         assert "weights" not in self._freed, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self._load_paused(tensors, version, label)
         if self._freed:
-            self._client.wake_up("kv_cache")
+            self.client.wake_up("kv_cache")
             self._freed = ()
 
     def _load_paused(self, tensors: Mapping[str, Any], version: PolicyVersion, label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
             self.direct.load(tensors, version)
-            self._client.set_label(label)
+            self.client.set_label(label)
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
                 with writing(Path(directory)):
                     write_adapter(tensors, Path(directory))
-                self._client.load_adapter(directory, label)
+                self.client.load_adapter(directory, label)
                 return
             path = Path(directory) / "weights.safetensors"
             with writing(path):
                 save_file(dict(tensors), path)
-            taken = self._client.load(str(path), label)
+            taken = self.client.load(str(path), label)
         if taken != len(tensors):
             raise EngineFault(f"vLLM loaded only {taken} of the {len(tensors)} tensors of a version")
 
     def load_base(self) -> None:
         """Load the base weights on which adapters act; the engine still serves no version."""
-        self._client.pause()
-        self._load_tensors(self._weights.whole(self._weights.base()), self.version, "base")
-        self._client.resume()
+        self.client.pause()
+        self._load_tensors(self._weights.whole(self._weights.base), self.version, "base")
+        self.client.resume()
 
     def sleep(self) -> None:
         """Free the device memory of weights and KV cache. No lease may be waiting or running. May be called twice."""
@@ -138,21 +131,21 @@ class VllmEngine(ExternalEngine[VllmClient]):
         assert not left, f"the engine cannot sleep with {left} leases"
         if "weights" not in self._freed:
             # keep the base weights for vLLM's own LoRA; without LoRA, the next load replaces all weights
-            self._client.sleep(1 if self._settings.vllm.lora_rank else 2)
+            self.client.sleep(1 if self._settings.vllm.lora_rank else 2)
             self._freed = ("weights", "kv_cache")
 
     def wake_up(self) -> None:
         """Allocate the memory of the weights again. The caller must then call `load_weights`, which allocates the KV
         cache. May be called twice."""
         if "weights" in self._freed:
-            self._client.wake_up("weights")
+            self.client.wake_up("weights")
             self._freed = ("kv_cache",)
 
     @property
     def held_bytes(self) -> int:
         """Device memory that vLLM uses, in bytes, on the GPU with the largest value; 0 on a CPU."""
         timeout_s = self._settings.vllm.answer_timeout_s
-        return max(map(int, self._client.call_workers("held_bytes", None, timeout_s)))
+        return max(map(int, self.client.call_workers("held_bytes", None, timeout_s)))
 
     def _fill_slots(self) -> None:
         assert not (self._freed and self._table.waiting()), "an engine that has slept needs weights to generate"
@@ -172,11 +165,11 @@ class VllmEngine(ExternalEngine[VllmClient]):
         """Load all later versions by direct transfers."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
-        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=own.answer_timeout_s)
+        self.direct = DirectLoad(self.client, direct, world_size, timeout_s=own.answer_timeout_s)
         self._weights.on_host = direct.backend == "gloo"
         if direct.versions is not None:
             direct.versions.prepare = self._converted
-            self._client.detect_stops()
+            self.client.detect_stops()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -228,9 +221,8 @@ def vllm_of_model(
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves a model, which may be an adapter, as `version`. `direct`: how later versions are
-    transferred from the trainer's memory. With None, later versions are transferred as files. `sleeps`: whether the
-    engine can free its device memory; a CPU build of vLLM cannot."""
+    """Build an engine as `factory.engine_of_model` does. A model that is an adapter is merged. A CPU build of vLLM
+    cannot free its device memory (`sleeps`)."""
     with _whole_model(model, settings) as (directory, read_base):
         return _engine(directory, settings, version, read_base, "auto", model.head_dtype, direct, sleeps)
 
@@ -245,8 +237,7 @@ def vllm_workers_of_model(model: ModelSettings, settings: EngineSettings, direct
 
 @contextmanager
 def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tuple[Path, ReadBase]]:
-    """Yield a directory of the whole model, and the function that reads its base. An adapter is merged into its
-    base."""
+    """Yield a directory of the whole model, with a merged adapter, and the function that reads its base."""
     _check_vllm(settings, source.device)
     files, path = ModelFiles(source, settings), source.path
     if files.base_path != path and settings.vllm.lora_rank:
@@ -267,8 +258,7 @@ def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tu
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
-    required if versions are adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`, required for adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 
@@ -373,9 +363,8 @@ def _arguments(
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a GPU, the only argument enables or disables sleep mode. On a CPU, vLLM
-    has no sleep mode, and the only argument is the size of the KV cache in bytes: about 1.25 times the size that all
-    slots need at full length."""
+    """Return vLLM's arguments for memory. On a GPU, they enable or disable sleep mode. A CPU has none; there, they set
+    the size of the KV cache: about 1.25 times what all slots need at full length."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -7,7 +7,7 @@
 
 Messages are msgpack. A subclass of `RemoteReplica` starts the process and sends the messages. If the replica spans
 several machines, each machine runs such a process; on all machines except the first, the process has `VllmWorkers`
-(`further.py`) instead of an engine.
+(`client.py`) instead of an engine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from baton.clock import time_left
 from baton.errors import BatonError, EngineFault, Fault, fault_of, first_line
 from baton.policy.settings import ModelSettings
 from baton.rollout.engine import EngineSettings, EngineStats
+from baton.rollout.engines.vllm.client import VllmWorkers
 from baton.rollout.engines.vllm.direct import DirectLoad
 from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model, vllm_workers_of_model
-from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.whole_weights import ModelFiles, Skeleton, WholeWeights
 from baton.rollout.processes.protocol import Progress, Start
 from baton.types import Abort, FromWorker, Lease, PolicyVersion, plain
@@ -124,8 +124,7 @@ class ReplicaServer:
         return engine
 
     def build_workers(self, start: Start) -> VllmWorkers:
-        """Start the workers on a machine other than the replica's first. Raises the errors of
-        `vllm_workers_of_model`."""
+        """Start the workers of a further machine. Raises the errors of `vllm_workers_of_model`."""
         return vllm_workers_of_model(start.model(), start.engine_settings(), _direct(start))
 
     def _step(self, message: Step) -> Progress:

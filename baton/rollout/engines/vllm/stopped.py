@@ -39,8 +39,7 @@ class StopDetector:
 
 
 def _stopped_among(pids: Iterable[int]) -> int | None:
-    """Return a stopped process among the processes `pids` and their children; None if none is stopped, or without
-    /proc."""
+    """Return a stopped process among `pids` and their children; None if none is stopped, or without /proc."""
     for pid in pids:
         with suppress(OSError):  # the process has ended
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":

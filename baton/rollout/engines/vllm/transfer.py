@@ -22,6 +22,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,9 +105,15 @@ class _CheckedReceiver:
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
-        """Check all tensors that the model's loader receives in this context."""
+        """In this context, check each tensor before the model's loader loads it."""
         model = self.model
-        self.model = _CheckedLoader(model, self._incoming)
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            given = list(weights)
+            self._incoming.loaded(given)
+            return model.load_weights(given)
+
+        self.model = SimpleNamespace(load_weights=load_weights)
         try:
             yield
         finally:
@@ -119,18 +126,6 @@ def check_patched(model: Any) -> None:
     found = [name for name, tensor in model.named_parameters() if tensor.is_floating_point() and tensor.isnan().any()]
     if found:
         raise WeightsFault(f"vLLM's loader wrote NaN instead of unchanged elements: {', '.join(found[:5])}")
-
-
-class _CheckedLoader:
-    """A model's loader that checks each tensor before the model loads it."""
-
-    def __init__(self, model: Any, incoming: IncomingVersion) -> None:
-        self._model, self._incoming = model, incoming
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        given = list(weights)
-        self._incoming.loaded(given)
-        return self._model.load_weights(given)
 
 
 class _NcclPatches:

@@ -40,8 +40,7 @@ class EndWithParent(str):
 
 
 def _end_with(parent: int) -> EndWithParent:
-    """Start the thread that kills this process when `parent` ends. Unpickling an `EndWithParent` calls this function
-    before vLLM's code runs."""
+    """Start the thread that kills this process when `parent` ends. Unpickling calls it before vLLM's code runs."""
     Thread(target=_wait_for_end, args=(parent,), name="baton", daemon=True).start()
     return EndWithParent()
 
@@ -90,11 +89,8 @@ class WeightsLoader:
 @contextmanager
 def checked_reload(model: Any) -> Iterator[None]:
     """Check that the reload of a whole model in this context updates every layer, and repack the weights that vLLM does
-    not repack.
-
-    On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this function packs
-    the head again. Raises RuntimeError if any other layer was not updated.
-    """
+    not repack. On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this
+    function packs the head again. Raises RuntimeError if any other layer was not updated."""
     logger, missed = logging.getLogger(_RELOAD), _Missed()
     level = logger.level
     logger.setLevel(logging.WARNING)  # VLLM_LOGGING_LEVEL may hide warnings
