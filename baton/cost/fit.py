@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -89,27 +90,23 @@ def fit(
     """Fit the efficiencies of decode, prefill and training by least squares of relative errors. Return the
     efficiencies, and the measurements with their predictions."""
 
-    def errors(efficiency: Efficiency, phase: str) -> float:
+    def predictions(efficiency: Efficiency, of: Sequence[Measurement]) -> list[float]:
         tried = msgspec.structs.replace(place, efficiency=efficiency)
-        return sum(
-            math.log(predicted_s(model, work, tried, devices, point) / point.seconds) ** 2
-            for point in points
-            if point.phase == phase
-        )
+        return [predicted_s(model, work, tried, devices, point) for point in of]
+
+    def error(own: Sequence[Measurement], efficiency: Efficiency) -> float:
+        pairs = zip(predictions(efficiency, own), own, strict=True)
+        return sum(math.log(seconds / point.seconds) ** 2 for seconds, point in pairs)
 
     found = _fit_train(model, work, place, devices, [point for point in points if point.phase == "train"])
     for phase, keys in (
         ("decode", ("step_overhead_s", "row_overhead_s", "decode", "decode_compute")),
         ("prefill", ("prefill", "prefill_overhead_s")),
     ):
-        if any(point.phase == phase for point in points):
-            most = most_share(place.gpu.name)
-            found = _descend(found, keys, lambda tried, phase=phase: errors(tried, phase), most)  # type: ignore[misc]
-    tried = msgspec.structs.replace(place, efficiency=found)
-    shown = [
-        msgspec.structs.replace(point, predicted_s=predicted_s(model, work, tried, devices, point)) for point in points
-    ]
-    return found, shown
+        if own := [point for point in points if point.phase == phase]:
+            found = _descend(found, keys, partial(error, own), most_share(place.gpu.name))
+    pairs = zip(points, predictions(found, points), strict=True)
+    return found, [msgspec.structs.replace(point, predicted_s=seconds) for point, seconds in pairs]
 
 
 def _fit_train(
