@@ -210,10 +210,6 @@ class FlatTransport(TimedTransport):
     def __init__(self, engine: Engine, lengths: ScriptedLengths) -> None:
         super().__init__(engine, lengths, lambda: float(engine.stats.decode_steps), num_steps=1)
 
-    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Load weights without advancing the clock."""
-        self.engine.load_weights(tensors, version)
-
 
 class NoJudges:
     """A reward scorer that takes no time. The members of a group get the rewards 0 and 1 alternately."""
