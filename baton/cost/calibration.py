@@ -1,5 +1,4 @@
-"""Efficiencies of GPUs: published values with their ranges (`specs/catalogue/achieved.toml`), or a user's
-measurements."""
+"""Efficiencies of GPUs: published values with ranges (`specs/catalogue/achieved.toml`), or a user's measurements."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class GpuCalibration(msgspec.Struct, frozen=True):
 
     gpus: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    """First the parameters that apply to all GPU types, then the parameters of single GPU types, which override
-    them."""
+    """First the parameters of all GPU types, then those of single GPU types, which override them."""
     own: Efficiencies
     """A user's measurements, without ranges. The measurements of a GPU type replace all parameters of this type."""
 

@@ -45,8 +45,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int, point: Measurement) -> float:
-    """Predict the time of the decode step, prefill or train step that `point` measured. The trainer has `devices` GPUs
-    or cores."""
+    """Predict the time of the decode step, prefill or train step `point`. The trainer has `devices` GPUs or cores."""
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
@@ -65,8 +64,7 @@ def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: i
 
 
 def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement) -> float:
-    """Predict the time in which `engines` engines generate a whole batch. `work` has the batch's prompt and response
-    lengths."""
+    """Predict the time in which `engines` engines generate a whole batch. `work` has the lengths of this batch."""
     each = point.batch / engines
     cost = replica_cost(model, work, place, 1, 1, min(work.max_batch, math.ceil(each)))
     return each * work.output.mean / cost.tokens_per_s + cost.pause_s
@@ -75,8 +73,7 @@ def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int
 def with_rollout(
     model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement
 ) -> tuple[Efficiency, Measurement]:
-    """Fit `trajectory_overhead_s` to the time of a whole batch. Return the efficiencies, and the measurement with its
-    prediction."""
+    """Fit `trajectory_overhead_s` to the time of a batch. Return the efficiencies, and `point` with its prediction."""
     rest_s = point.seconds - rollout_s(model, work, place, engines, point)
     overhead_s = max(0.0, rest_s * engines / point.batch)
     found = place.efficiency.model_copy(update={"trajectory_overhead_s": overhead_s})

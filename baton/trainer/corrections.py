@@ -94,9 +94,8 @@ def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if every x²
-    exceeds `limit`, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in
-    any number of tensors."""
+    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`; −1 if every x² exceeds
+    `limit`, infinity without tokens. `log_weights`: the x of all trained tokens of a minibatch, in several tensors."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
@@ -169,8 +168,7 @@ def _behavior_to_proximal(inputs: LossInputs) -> torch.Tensor:
 
 
 def _anchor(inputs: LossInputs, logprobs: torch.Tensor, values: torch.Tensor, is_cut: torch.Tensor | bool) -> Anchor:
-    """Return an anchor. `values` and `is_cut` are per token or per trajectory, and are broadcast over the trained
-    tokens."""
+    """`values` and `is_cut` are per token or per trajectory, and are broadcast over the trained tokens."""
     kept = torch.where(inputs.mask, values, 0.0).to(inputs.logprobs.dtype)
     return Anchor(logprobs, kept.detach(), inputs.mask & is_cut)
 

@@ -132,8 +132,7 @@ class Passes:
     parallel: SingleRank = field(default_factory=SingleRank)
 
     def hidden_shape(self, inputs: ModelInputs) -> tuple[int, ...]:
-        """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass; empty
-        with a single stage."""
+        """Return the shape of hidden states between stages: [T, H], or padded [B, S − 1, H]; empty with one stage."""
         if self.parallel.pipeline.num_stages == 1:
             return ()
         width: int = self.model.config.get_text_config().hidden_size
@@ -229,7 +228,7 @@ class Passes:
         return FixedValues(None if scores is None else scores.logprobs, reference, values, given or chosen or None)
 
     def replayed(self, routing: Routing | None) -> AbstractContextManager[None]:
-        """Return a context for forward and backward passes in which `routing` is replayed."""
+        """Replay `routing` in the forward and backward passes of this context."""
         return nullcontext() if self.replay is None else self.replay.replayed(routing)
 
     def _recorded(self) -> AbstractContextManager[Routing]:
