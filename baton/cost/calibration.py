@@ -20,9 +20,8 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""The efficiencies that are shares of the GPU's peak performance. Each has three values: the attribute of `Gpu` that
-contains the peak, the factor that converts the unit in `achieved.toml` to the SI unit, and the name of the unit in
-`achieved.toml`."""
+"""The efficiencies that are shares of the GPU's peak performance → the attribute of `Gpu` that contains the peak, the
+factor from the unit in `achieved.toml` to the SI unit, and the name of this unit."""
 
 
 class AchievedSettings(Settings):

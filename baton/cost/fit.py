@@ -132,8 +132,7 @@ def _fit_train(
 
 
 def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
-    """Return the coefficients of the columns that minimise the squared relative errors. The coefficient of the first
-    column is at least 0."""
+    """Return the coefficients of the columns that minimise the squared relative errors; the first is at least 0."""
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     ones = np.ones(len(seconds))
     found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]
@@ -143,9 +142,8 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
-    """Minimise `error` by coordinate descent. In each round, each value is multiplied and divided by a factor, and a
-    changed value is kept if it lowers the error. If a round does not lower the error, the factor is reduced. `most`:
-    upper limit of each value."""
+    """Minimise `error` by coordinate descent. In each round, each value, at most `most`, is multiplied and divided by a
+    factor if this lowers the error. If a round does not lower the error, the factor is reduced."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

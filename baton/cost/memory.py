@@ -96,8 +96,7 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     splits_tables: bool = False
     """Whether tensor parallelism also splits embedding and head, as Megatron does. Baton's trainer does not."""
     is_stage: Array = False
-    """Whether the trainer has several pipeline stages. FSDP then copies a block's weights before it computes the block,
-    even if the stage has only one rank."""
+    """Whether there are several pipeline stages. FSDP then copies a block's weights, even for a single rank."""
     value_bytes: int = 2
     """Bytes of a value in linear layers: 2 if autocast (one process) or FSDP (several ranks) casts to bfloat16."""
     recomputes: bool = True
@@ -183,8 +182,7 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16: True if FSDP gathers weights in bfloat16 or frozen weights are
-    bfloat16; False under autocast."""
+    """Return whether the residual stream is bfloat16: if FSDP gathers bfloat16, or frozen weights are bfloat16."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -362,9 +360,8 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time without an increase of its peak memory. A phase with
-    logits may need less memory than the peak. Additional logits beyond `MAX_LOGITS` use at most half of this
-    difference."""
+    """Return how many logits a trainer may compute at a time without an increase of its peak memory. Logits beyond
+    `MAX_LOGITS` use at most half of the memory by which phases with logits are below the peak."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

@@ -226,8 +226,7 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the checkpoints of all steps after `after_step`, so that no resume uses them. The caller has found that
-    all of them are damaged."""
+    """Rename the checkpoints of all steps after `after_step`, which are damaged, so that no resume uses them."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")

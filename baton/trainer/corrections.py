@@ -111,9 +111,8 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return the parameters of the algorithm's correction for a whole minibatch. Only `second_moment` uses `at_start`
-    and `all_of`. `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector
-    from every rank."""
+    """Return the parameters of the correction for a whole minibatch. Only `second_moment` uses `at_start`, the
+    minibatch's loss inputs at the start of the train step, and `all_of`, which gathers a vector from every rank."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
         own = [(inputs.proximal_logprobs - inputs.behavior_logprobs)[inputs.mask] for inputs in at_start]
@@ -122,8 +121,7 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple):
-    """Distance between proximal and behavior policy in one or several rows. Each field is a sum over trained tokens,
-    unless the field says otherwise."""
+    """Distance between proximal and behavior policy in one or several rows, as sums over trained tokens."""
 
     weighed: float = 0.0
     """Number of tokens that `weight` and `weight_square` cover."""

@@ -49,8 +49,7 @@ class ModelInputs:
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     shares: tuple[int, ...] = ()
-    """Number of rows that share each prompt. These rows are consecutive, and the pass computes their prompt once. Empty
-    if each row computes its own prompt."""
+    """Number of consecutive rows that share each prompt, which is computed once; empty if no prompts are shared."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
 

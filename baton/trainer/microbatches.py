@@ -53,7 +53,7 @@ PAD_ID = 0
 """Token id of padding. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The only row of an idle microbatch: the shortest possible row. It is not trained: loss and gradients are exactly 0."""
+"""The only row of an idle microbatch: the shortest possible row, not trained. Loss and gradients are exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,8 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put each block of rows into the first chunk that has room for it. A block is a tuple of rows and their size in
-    tokens. A binary tree finds this chunk in logarithmic time: each node stores the largest free room of all chunks
-    below it."""
+    """Put each block, (rows, their size in tokens), into the first chunk that has room for it. A binary tree finds this
+    chunk in logarithmic time: each node stores the largest free room of all chunks below it."""
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
     most_room = [max_tokens] * (2 * leaves)

@@ -22,8 +22,7 @@ REQUEST_TIMEOUT_S = 1800.0
 
 
 class RankedTrainer(Trainer):
-    """Trains a model sharded over ranks. Every request ends within `timeout_s` with an answer or an error. RankLost
-    means that all ranks were ended."""
+    """Trains a model sharded over ranks. Every request ends within `timeout_s`. RankLost: all ranks were ended."""
 
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
