@@ -11,6 +11,7 @@ mean. In a mixture of experts, only the weights of the experts that the batch us
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from functools import cached_property
 
 import msgspec
@@ -119,21 +120,15 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
     """Return the largest batch that fits into memory; 0 if no batch fits."""
     layers = replica_layers(model, pp)
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
-    most, least = min(work.max_batch, work.num_trajectories), 0
-    while least < most:  # the memory grows with the batch
-        middle = (least + most + 1) // 2
-        if cache_bytes(model, work, tp, layers, middle) <= room:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    batches = range(1, min(work.max_batch, work.num_trajectories) + 1)
+    # the memory grows with the batch
+    return bisect_right(batches, room, key=lambda batch: cache_bytes(model, work, tp, layers, batch))
 
 
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Return the time of a decode step of `batch` trajectories. A stage processes `batch / pp` trajectories at a
-    time."""
+    """Return the time of a decode step of `batch` trajectories; a stage processes `batch / pp` of them at a time."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)

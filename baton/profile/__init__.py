@@ -1,2 +1,1 @@
-"""Measurements on this machine: `baton profile` measures for the cost model, `baton bench` compares the rollout
-modes."""
+"""Measurements on this machine: `baton profile` measures for the cost model, `baton bench` compares rollout modes."""

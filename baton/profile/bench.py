@@ -55,8 +55,7 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Number of unmeasured steps of each mode at the start. After these steps, the number of open groups carried over from
-one batch to the next is steady."""
+"""Number of unmeasured steps at the start, after which the number of open groups between batches is steady."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
@@ -139,8 +138,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Tokens per second of each batch. Batches that were already complete when they were requested are omitted, because
-    the clock did not advance."""
+    """Tokens per second of each batch, except batches that were already complete when they were requested."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -154,8 +152,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a full decode step (all slots in use), as the bound of decode steps assumes it; mean over the tokens of
-    all modes."""
+    """Time of a full decode step that the bound of decode steps assumes; mean over the tokens of all modes."""
     full_step_ms_per_1k: float
     """Additional time of a full decode step per 1,000 positions of mean context."""
     step_ms_by_width: dict[int, float]
@@ -209,10 +206,6 @@ class FlatTransport(TimedTransport):
 
     def __init__(self, engine: Engine, lengths: ScriptedLengths) -> None:
         super().__init__(engine, lengths, lambda: float(engine.stats.decode_steps), num_steps=1)
-
-    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Load weights without advancing the clock."""
-        self.engine.load_weights(tensors, version)
 
 
 class NoJudges:
@@ -321,10 +314,6 @@ class ModeBench:
     def work(self) -> Work:
         return self.delivered + self.opened
 
-    @property
-    def rate(self) -> float:
-        return self.work.tokens / self.seconds
-
     def _open_work(self) -> Work:
         """Return the tokens of open groups that the controller has received."""
         groups, prompts = self._controller.scheduler.groups(), self.port.prompt_tokens
@@ -403,7 +392,7 @@ def measure(
     prefilled = sum(n for _, n, _ in with_prefill)
     prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
     work = sum((side.work for side in sides), Work())
-    rates = {side.name: side.rate for side in sides}
+    rates = {side.name: side.work.tokens / side.seconds for side in sides}
 
     def decode_s(work: Work) -> float:
         return (work.tokens * base_s + work.positions * per_position_s) / max(curve)

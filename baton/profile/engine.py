@@ -1,5 +1,4 @@
-"""Measures how long decode steps and prefills of the recipe's engine take, for several batch sizes and context
-lengths."""
+"""Measures decode steps and prefills of the recipe's engine, for several batch sizes and context lengths."""
 
 from __future__ import annotations
 

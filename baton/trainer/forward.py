@@ -49,8 +49,7 @@ class ModelInputs:
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     shares: tuple[int, ...] = ()
-    """Number of rows that share each prompt. These rows are consecutive, and the pass computes their prompt once. Empty
-    if each row computes its own prompt."""
+    """Number of consecutive rows that share each prompt, which is computed once; empty if no prompts are shared."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
 
@@ -132,8 +131,7 @@ class Passes:
     parallel: SingleRank = field(default_factory=SingleRank)
 
     def hidden_shape(self, inputs: ModelInputs) -> tuple[int, ...]:
-        """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass; empty
-        with a single stage."""
+        """Return the shape of hidden states between stages: [T, H], or padded [B, S − 1, H]; empty with one stage."""
         if self.parallel.pipeline.num_stages == 1:
             return ()
         width: int = self.model.config.get_text_config().hidden_size
@@ -229,7 +227,7 @@ class Passes:
         return FixedValues(None if scores is None else scores.logprobs, reference, values, given or chosen or None)
 
     def replayed(self, routing: Routing | None) -> AbstractContextManager[None]:
-        """Return a context for forward and backward passes in which `routing` is replayed."""
+        """Replay `routing` in the forward and backward passes of this context."""
         return nullcontext() if self.replay is None else self.replay.replayed(routing)
 
     def _recorded(self) -> AbstractContextManager[Routing]:

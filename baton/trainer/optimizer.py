@@ -39,8 +39,7 @@ class Schedule:
         return peak * (self.min_lr_frac + (1.0 - self.min_lr_frac) * remaining)
 
     def check(self, section: str) -> None:
-        """Raise UserError when no step remains for the decay after the warm-up. `section`: recipe section, for the
-        message."""
+        """Raise UserError, which names the recipe's `section`, if no step remains for the decay after the warm-up."""
         if self.decay != "constant" and self.warmup_steps >= self.total_steps:
             raise UserError(
                 f"{section}.warmup_steps: got {self.warmup_steps}, allowed are fewer than the {self.total_steps} steps "
@@ -58,12 +57,10 @@ def make_optimizer(
     name: OptimizerName = "adamw",
 ) -> torch.optim.Optimizer:
     """Return AdamW over `parameters`. Weight decay applies to tensors of two or more dimensions."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    others = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": decay}
-        for kind, decay in ((matrices, weight_decay), (others, 0.0))
-        for group in by_mesh(kind)
+        for is_matrix, decay in ((True, weight_decay), (False, 0.0))
+        for group in by_mesh(p for p in parameters.values() if (p.ndim >= 2) is is_matrix)
     ]
     if name == "adamw8bit":
         from torchao.optim import AdamW8bit
@@ -128,11 +125,8 @@ def load_optimizer_tensors(
 ) -> None:
     """Load state that `optimizer_tensors` returned. Parameters without an entry in `tensors` get no state.
 
-    A tensor that already has the right device and dtype is not copied: the optimiser keeps and later changes the tensor
-    itself.
-
-    Raises UserError for a tensor whose parameter is missing from this model or has another shape, and for moments of
-    another optimiser.
+    A tensor of the right device and dtype is not copied: the optimiser later changes the tensor itself. Raises
+    UserError for a tensor that matches no parameter of this model, and for moments of another optimiser.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     block: int | None = getattr(optimizer, "block_size", None)  # of moments in 8 bits

@@ -87,10 +87,8 @@ class Totals:
         """Replace this rank's sums with sums over all ranks."""
         if parallel.share.size == 1:
             return
-        largest_places, max_diff = (
-            parallel.largest(self.places / parallel.share.speed),
-            parallel.largest(self.distance.max_diff),
-        )
+        largest_places = parallel.largest(self.places / parallel.share.speed)
+        max_diff = parallel.largest(self.distance.max_diff)
         own = [self.losses, self.value_losses, self.tokens, self.distance, self.values, [self.real, self.places]]
         found = parallel.sums(np.array([number for numbers in own for number in numbers]))
         parts = [part.tolist() for part in np.split(found, np.cumsum([len(numbers) for numbers in own])[:-1])]

@@ -1,5 +1,4 @@
-"""The current weights of a sharded trainer as buckets, for direct transfers: all ranks gather a bucket, and rank 0
-sends it."""
+"""The weights of a sharded trainer as buckets for direct transfers: all ranks gather a bucket, and rank 0 sends it."""
 
 from __future__ import annotations
 

@@ -225,16 +225,15 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
     UserError, TrainingDiverged or EngineFault therefore takes precedence over an OSError. If no rank reported one of
     these errors, the result is a RankLost.
     """
-    faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
-    errors = {rank: fault.error() for rank, fault in faults.items()}
+    faults = [(rank, answer, answer.error()) for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)]
     for kind in (UserError, TrainingDiverged, EngineFault):
-        for error in errors.values():
+        for _, _, error in faults:
             if isinstance(error, kind):
                 return error
-    for rank, error in errors.items():
+    for rank, fault, error in faults:
         if isinstance(error, OSError):
-            return OSError(error.errno, f"trainer rank {rank}: {faults[rank].text}")
-    for rank, fault in faults.items():
+            return OSError(error.errno, f"trainer rank {rank}: {fault.text}")
+    for rank, fault, _ in faults:
         return RankLost(f"trainer rank {rank} failed: {fault.kind}: {fault.text}; {HOW_TO_GO_ON}")
     return None
 
