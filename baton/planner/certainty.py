@@ -20,11 +20,10 @@ from baton.cost.calibration import GpuCalibration, Parameter
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import replica_cost
 from baton.errors import UserError
-from baton.planner.instance import Inputs
 from baton.planner.links import used_pools
 from baton.planner.plan_from_solution import filled_s
 from baton.planner.pools import Pools, make_pools
-from baton.planner.problem import make_step, sync_table
+from baton.planner.problem import Inputs, make_step, sync_table
 from baton.planner.solve import make_plan, restricted
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster

@@ -21,7 +21,7 @@ from baton.cost.memory import most_layers, rank_phases
 from baton.cost.train import microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
-from baton.planner.instance import Inputs, with_table
+from baton.planner.instance import with_table
 from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, TrainTable, sync_table, tensor_widths
 from baton.planner.training_shapes import (
     CROSSING_STAGES,
@@ -78,24 +78,24 @@ _Family = Sequence[_PoolPart]
 
 
 def improve(
-    inputs: Inputs, problem: AssignmentProblem, best: Solution, bound: RolloutBound, *, time_limit_s: float
+    problem: AssignmentProblem, best: Solution, bound: RolloutBound, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better solution with a pipeline that spans GPU types. The returned bound covers
     all pipelines. `Solution.row` is an index into the table of the returned problem. `bound`: the `RolloutBound` of the
     problem."""
     left_s = time_left(time_limit_s)
-    families = list(_families(inputs, problem))
+    families = list(_families(problem))
     covered = _enumerated_bound_s(problem, bound)
     low, high = min(best.bound_s, best.step_s), best.step_s
     for _ in range(ROUNDS):
         if high / low - 1 < TARGET_GAP or left_s() < 0:
             break
         middle = low + (high - low) * 0.5
-        passing = [_passing(inputs, problem, bound, family, middle) for family in families]
+        passing = [_passing(problem, bound, family, middle) for family in families]
         if not any(len(rows) for rows, _ in passing):
             low = middle
             continue
-        found = _realise(inputs, problem, bound, families, passing, best.step_s, time_limit_s / 4)
+        found = _realise(problem, bound, families, passing, best.step_s, time_limit_s / 4)
         if found is None:
             high = middle  # no plan was found and the bound does not exclude this time: try shorter times
             continue
@@ -115,8 +115,8 @@ def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> floa
     return float(problem.step.step_s(sync_s, rollout_s, table.time_s).min())
 
 
-def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
-    model, pools = inputs.model, problem.pools.pools
+def _families(problem: AssignmentProblem) -> Iterator[_Family]:
+    model, work, pools = problem.inputs.model, problem.inputs.work, problem.pools.pools
     for order in pipeline_orders(problem.pools, MAX_CROSSED):
         if len(order) == 1:
             continue
@@ -133,7 +133,7 @@ def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
         for place, k in enumerate(order):
             stages, tp, most = np.repeat(chosen[:, place], len(splits), axis=0).T
             split = np.tile(splits[:, place], len(chosen))
-            one = stage_terms(model, inputs.work, pools[k].place, max(pools[k].sizes), tp, 1)
+            one = stage_terms(model, work, pools[k].place, max(pools[k].sizes), tp, 1)
             is_last = place == len(order) - 1
             head_layers = is_last * np.asarray(one.head_s / one.per_layer_s)
             layers = (split + head_layers) / stages if is_last else np.ceil(split / stages)
@@ -159,7 +159,7 @@ def _splits(num_layers: int, parts: int) -> Ints:
 
 
 def _passing(
-    inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
+    problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
     """Return the candidates whose step may take at most `step_s`: their rows, and for each pool the number of groups
     (dp) that such a step requires.
@@ -168,16 +168,16 @@ def _passing(
     pool. The test for a pool uses the publication time to this pool, and assumes that only pools with at most this
     publication time generate.
     """
-    sync_s = _sync_s(inputs, problem, family)
+    sync_s = _sync_s(problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)
     groups = [np.ones(len(sync_s)) for _ in family]
     left_s = step_s - sync_s.min(axis=1)
-    rows, groups = _keeping_pace(inputs, problem, family, rows, groups, left_s)
+    rows, groups = _keeping_pace(problem, family, rows, groups, left_s)
     rows, groups = _generating(problem, bound, family, rows, groups, left_s, np.ones_like(sync_s, dtype=bool))
     kept_rows, kept_groups = [], []
     for pool in range(len(problem.pools.pools)):
         left_s, reached = step_s - sync_s[:, pool], sync_s <= sync_s[:, [pool]] * (1 + 1e-9)
-        some, own = _keeping_pace(inputs, problem, family, rows, groups, left_s)
+        some, own = _keeping_pace(problem, family, rows, groups, left_s)
         some, own = _generating(problem, bound, family, some, own, left_s, reached)
         kept_rows.append(some)
         kept_groups.append(own)
@@ -185,31 +185,31 @@ def _passing(
     return np.concatenate(kept_rows), merged
 
 
-def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
+def _sync_s(problem: AssignmentProblem, family: _Family) -> Floats:
     """Return publication times [candidates, pools]. A pool's share of the layers approximates its share of the
     weights."""
-    shares = np.zeros((len(family[0].split), len(problem.pools.pools)))
+    inputs, shares = problem.inputs, np.zeros((len(family[0].split), len(problem.pools.pools)))
     for part in family:
         shares[:, part.pool] = part.split / inputs.model.num_layers
     return sync_table(inputs.model, inputs.work, problem.pools, shares)
 
 
 def _keeping_pace(
-    inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
+    problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
     """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
-    work = inputs.work
+    work = problem.inputs.work
     overhead = max(pool.place.efficiency.train_overhead_s for pool in problem.pools.pools)
     per_rank = work.computed_tokens / work.minibatches / work.longest_tokens
     for _ in range(PASSES):
         parts = [part.take(rows) for part in family]
         depth = np.sum([part.stages for part in parts], axis=0)
         count = np.maximum(1.0, np.floor(per_rank / np.max(groups, axis=0)))
-        pace = (left_s[rows] - overhead - _tail_s(inputs, problem, parts, groups)) * count / (count + depth - 1)
+        pace = (left_s[rows] - overhead - _tail_s(problem, parts, groups)) * count / (count + depth - 1)
         needs = [_least_groups(problem, parts, place, pace, own) for place, own in enumerate(groups)]
         fits = (pace > 0) & np.all([need <= part.most for need, part in zip(needs, parts, strict=True)], axis=0)
         rows, groups = rows[fits], [need[fits] for need in needs]
-    holds = _holds(inputs, problem, [part.take(rows) for part in family])
+    holds = _holds(problem, [part.take(rows) for part in family])
     return rows[holds], [own[holds] for own in groups]
 
 
@@ -257,10 +257,10 @@ def _least_groups(problem: AssignmentProblem, parts: _Family, place: int, pace: 
     return need
 
 
-def _tail_s(inputs: Inputs, problem: AssignmentProblem, parts: _Family, groups: Sequence[Floats]) -> Floats:
+def _tail_s(problem: AssignmentProblem, parts: _Family, groups: Sequence[Floats]) -> Floats:
     """Return a lower bound on the gradient time of the slowest stage: the time of its layers, without embedding and
     output head."""
-    times = []
+    inputs, times = problem.inputs, []
     for part, own in zip(parts, groups, strict=True):
         pool, dp = problem.pools.pools[part.pool], np.minimum(own, 1e9)
         terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), part.tp, dp)
@@ -269,10 +269,10 @@ def _tail_s(inputs: Inputs, problem: AssignmentProblem, parts: _Family, groups: 
     return longest
 
 
-def _holds(inputs: Inputs, problem: AssignmentProblem, parts: _Family) -> Bools:
+def _holds(problem: AssignmentProblem, parts: _Family) -> Bools:
     """Return whether the layers fit into memory at the largest dp. The memory of the embedding counts only if the first
     pool has one stage, and that of the output head only if the last pool has one stage."""
-    fits = np.ones(len(parts[0].stages), dtype=bool)
+    inputs, fits = problem.inputs, np.ones(len(parts[0].stages), dtype=bool)
     depth = np.sum([part.stages for part in parts], axis=0)
     in_flight = np.minimum(depth, microbatches(inputs.work, np.max([part.most for part in parts], axis=0)))
     for place, part in enumerate(parts):
@@ -285,7 +285,6 @@ def _holds(inputs: Inputs, problem: AssignmentProblem, parts: _Family) -> Bools:
 
 
 def _realise(
-    inputs: Inputs,
     problem: AssignmentProblem,
     bound: RolloutBound,
     families: Sequence[_Family],
@@ -294,6 +293,7 @@ def _realise(
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
     """Turn the remaining rows into training shapes, with `SPARE` additional groups, and solve with these shapes."""
+    inputs = problem.inputs
     share = MOST_CANDIDATES // sum(1 for rows, _ in passing if len(rows))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):
@@ -308,6 +308,6 @@ def _realise(
                 for part, own, more in zip(parts, groups, spare, strict=True)
             ]
             tables.append(evaluated(Pipelines(inputs.model, inputs.work, problem.pools, order, shapes)))
-    richer = with_table(inputs, problem, TrainTable.joined(tables, is_complete=True))
+    richer = with_table(problem, TrainTable.joined(tables, is_complete=True))
     found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
     return None if found is None else (richer, found)

@@ -78,10 +78,10 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     )
 
 
-def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload) -> NoReturn:
+def refuse_division(problem: AssignmentProblem) -> NoReturn:
     """Raise the UserError for the first cause that applies: the staleness bound is too strict, no training shape fits,
     or trainer and rollout fit only separately."""
-    table, pools = problem.table, problem.pools.pools
+    table, pools, model = problem.table, problem.pools.pools, problem.inputs.model
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:
         raise UserError(
@@ -89,7 +89,7 @@ def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload
             f"but the smallest replica runs {smallest}. A larger batch or a larger max_staleness would help"
         )
     if not len(table):
-        refuse_without_shapes(model, work, problem.pools)
+        refuse_without_shapes(model, problem.inputs.work, problem.pools)
     gpus = table.gpus.sum(axis=1)
     row = int(np.argmin(gpus))
     shape = ", ".join(f"{count} {pool.name}" for count, pool in zip(table.gpus[row], pools, strict=True) if count)

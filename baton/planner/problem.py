@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.cost.efficiency import Efficiencies, RatesSettings
 from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
 from baton.cost.memory import Array
 from baton.cost.train import publish_s
 from baton.planner.pools import GpuPool, Pools
+from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -21,6 +23,24 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 REPLICA_STAGES = (1, 2, 4)
 """Pipeline depths of a replica."""
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """The cluster, model and workload to plan."""
+
+    cluster: Cluster
+    model: ModelSpec
+    work: Workload
+    efficiencies: Efficiencies = Efficiencies()
+    rates: RatesSettings | None = None
+    """Measured rates; they replace the cost model."""
+    cross_types: bool = True
+    """Whether a training pipeline may span GPU types."""
+    mixed_stages: bool = False
+    """Whether the ranks of one training stage may be on two GPU types."""
+
+    def on(self, cluster: Cluster) -> Inputs:
+        return msgspec.structs.replace(self, cluster=cluster)
 
 
 class ReplicaShape(msgspec.Struct, frozen=True):
@@ -127,6 +147,7 @@ class StepModel(msgspec.Struct, frozen=True):
 class AssignmentProblem(msgspec.Struct, frozen=True):
     """One instance of the planner's optimisation problem."""
 
+    inputs: Inputs
     pools: Pools
     columns: tuple[ReplicaShape, ...]
     table: TrainTable

@@ -14,11 +14,11 @@ from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.decompose import improve
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import make_problem
 from baton.planner.mixed_stages import with_mixed_stages
 from baton.planner.plan_from_solution import describe
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
-from baton.planner.problem import AssignmentProblem
+from baton.planner.problem import AssignmentProblem, Inputs
 from baton.planner.published_method import solve_paper
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
@@ -105,40 +105,38 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
         problem = make_problem(inputs)
         if ceiling_s < np.inf and division_bound_s(problem) >= ceiling_s:
             return None
-        problem, solution = solve(inputs, problem, method, time_limit_s)
-        return describe(inputs, problem, solution, method)
+        problem, solution = solve(problem, method, time_limit_s)
+        return describe(problem, solution, method)
     optimistic = make_problem(inputs, "optimistic")
     if ceiling_s < np.inf and division_bound_s(optimistic) >= ceiling_s:
         return None
-    found = [solve(inputs, optimistic, "exact", time_limit_s / 3)]
+    found = [solve(optimistic, "exact", time_limit_s / 3)]
     least_s = found[0][1].bound_s
     views: list[View] = ["pessimistic"]
     if len(make_pools(inputs.cluster, inputs.efficiencies).pools) <= MAX_POOLS:
         views.append("alike")
     if method != "exact":
         found.clear()
-    found += [solve(inputs, make_problem(inputs, view), method, time_limit_s / 3) for view in views]
-    plans = [describe(inputs, problem, solution, method) for problem, solution in found]
+    found += [solve(make_problem(inputs, view), method, time_limit_s / 3) for view in views]
+    plans = [describe(problem, solution, method) for problem, solution in found]
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 
 
-def solve(
-    inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
-) -> tuple[AssignmentProblem, Solution]:
+def solve(problem: AssignmentProblem, method: Method, time_limit_s: float) -> tuple[AssignmentProblem, Solution]:
     """Return a problem and its solution by `method`. The solution's row is a row of this problem's table, and its bound
     is the bound that `exact` finds."""
     bound = RolloutBound(problem)
     richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
-    if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:
-        richer, best = improve(inputs, problem, best, bound, time_limit_s=time_limit_s / 2)
-    richer, best = with_mixed_stages(inputs, richer, best, bound, time_limit_s=time_limit_s / 2)
+    if best is not None and not problem.table.is_complete and problem.inputs.rates is None and problem.step.overlaps:
+        richer, best = improve(problem, best, bound, time_limit_s=time_limit_s / 2)
+    richer, best = with_mixed_stages(richer, best, bound, time_limit_s=time_limit_s / 2)
     if best is None:
-        refuse_division(problem if len(problem.table) else richer, inputs.model, inputs.work)
+        refuse_division(problem if len(problem.table) else richer)
     if method == "exact":
         return richer, best
     paper = solve_paper(problem)
     if paper is None:
-        refuse_division(problem, inputs.model, inputs.work)
+        refuse_division(problem)
     return problem, msgspec.structs.replace(paper, bound_s=best.bound_s)

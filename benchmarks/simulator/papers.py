@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from baton.cost.efficiency import RatesSettings
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.simulator.input_sources import PlanSource, SimulationOptions

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.errors import UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
 from baton.simulate import progress

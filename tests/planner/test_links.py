@@ -12,9 +12,10 @@ import pytest
 from baton.cost.efficiency import Efficiencies
 from baton.planner.assign import GpuAssignment
 from baton.planner.certainty import step_s
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import make_problem
 from baton.planner.links import faster_assignments, parts_of, used_pools
 from baton.planner.pools import make_pools
+from baton.planner.problem import Inputs
 from baton.planner.solve import solve
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster, ClusterSettings
@@ -88,7 +89,7 @@ def test_a_plan_has_the_time_of_its_links_which_is_between_the_bound_and_that_of
     asked = drawn(seed)
     plan = make_plan(asked)
     assert plan.breakdown.step_s == pytest.approx(step_s(asked, plan, asked.efficiencies))
-    worst = solve(asked, make_problem(asked, "pessimistic"), "exact", 60.0)[1].step_s
+    worst = solve(make_problem(asked, "pessimistic"), "exact", 60.0)[1].step_s
     assert plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9)
     assert plan.breakdown.step_s <= worst * (1 + 1e-9)
 

@@ -9,7 +9,7 @@ import pytest
 from simulator_cases import rules
 
 from baton.cost.efficiency import RatesSettings
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.simulator.inputs import EngineSpec, Setting
