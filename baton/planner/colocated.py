@@ -109,14 +109,13 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
 
 
 def _described(problem: AssignmentProblem, found: Solution, swap_s: float) -> Plan:
-    cluster = problem.inputs.cluster
-    training_gpus = assign(problem, cluster, found.row, [0] * len(problem.columns))
-    engine_gpus = assign(problem, cluster, None, found.rollout.counts)
+    training = assign(problem, found.row, [0] * len(problem.columns))
+    assigned = msgspec.structs.replace(training, replicas=assign(problem, None, found.rollout.counts).replicas)
     least_s = division_bound_s(problem)
     swapped = msgspec.structs.replace(found, sync_s=found.sync_s + swap_s, bound_s=least_s)
-    plan = describe_assigned(problem, swapped, "exact", training_gpus, engine_gpus)
-    used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_gpus.replicas for gpu in gpus)}
-    outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in used)
+    plan = describe_assigned(problem, swapped, "exact", assigned)
+    used = {*plan.training.gpu_ids, *(gpu for _, gpus in assigned.replicas for gpu in gpus)}
+    outside = tuple(gpu for node in problem.inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
     idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s
     note = "the trainer's state stays in memory while engines generate"

@@ -18,14 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.planner.assign import GpuAssignment
+from baton.planner.assign import GpuAssignment, Part
 from baton.planner.pools import Pools
 from baton.planner.problem import Floats, Ints
 from baton.specs.cluster import Cluster
-
-Part = tuple[int, tuple[str, ...]]
-"""Pool and GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a replica.
-The GPUs of a stage are in the order of its ranks."""
 
 POWER = 16
 """Exponent in the cost of a link (`_slowness`). Swaps of machines reduce the sum of the costs. With a high exponent,
@@ -52,17 +48,16 @@ class _UsedLinks(msgspec.Struct, frozen=True):
     """Pool → machines with engines."""
 
 
-def parts_of(assigned: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[list[Part], list[Part]]:
-    """Return the stages and the replicas of an assignment."""
-    stages = [(k, tuple(gpu for group in groups for gpu in group)) for k, groups in assigned.stages]
-    return stages, [(pools_of_columns[column], gpus) for column, gpus in assigned.replicas]
+def parts_of(assigned: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[Sequence[Part], Sequence[Part]]:
+    """Return the stages and the replicas of an assignment, each with its pool."""
+    return assigned.stages, [(pools_of_columns[column], gpus) for column, gpus in assigned.replicas]
 
 
 def used_pools(
     cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool = False
 ) -> Pools:
-    """Return all pools. Their bandwidths are those of the slowest links that these stages and replicas use.
-    `is_mixed`: whether the stages are the parts of one mixed stage."""
+    """Return all pools. Their bandwidths are those of the slowest links that these stages and replicas use, each given
+    with its pool. `is_mixed`: whether the stages are the parts of one mixed stage."""
     used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
@@ -108,8 +103,10 @@ def faster_assignments(
             name, _, index = gpu.rpartition(":")
             return f"{now[name]}:{index}"
 
-        stages = tuple((k, tuple(tuple(map(moved, group)) for group in groups)) for k, groups in assigned.stages)
-        replicas = tuple((column, tuple(map(moved, gpus))) for column, gpus in assigned.replicas)
+        stages, replicas = (
+            tuple((number, tuple(map(moved, gpus))) for number, gpus in parts)
+            for parts in (assigned.stages, assigned.replicas)
+        )
         idle = tuple((k, moved(gpu)) for k, gpu in assigned.idle)
         found.append(GpuAssignment(stages, replicas, idle, assigned.is_mixed))
     return found

@@ -27,17 +27,16 @@ def describe(problem: AssignmentProblem, solution: Solution, method: str, prefer
 
     If machines of one GPU type have different links, the plan's times are computed with the links that the plan uses.
     Without `prefer`, machines of one GPU type are also swapped so that the plan uses faster links."""
-    cluster = problem.inputs.cluster
-    assigned = assign(problem, cluster, solution.row, solution.rollout.counts, prefer)
+    assigned = assign(problem, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or problem.inputs.rates is not None:
-        return describe_assigned(problem, solution, method, assigned, assigned)
-    columns = [column.pool for column in problem.columns]
+        return describe_assigned(problem, solution, method, assigned)
+    cluster, columns = problem.inputs.cluster, [column.pool for column in problem.columns]
     tried = [assigned] if prefer else [assigned, *faster_assignments(cluster, problem.pools, assigned, columns)]
     plans = []
     for each in tried:
         pools = used_pools(cluster, problem.pools, *parts_of(each, columns), is_mixed=each.is_mixed)
         own, found = _on_pools(problem, solution, pools)
-        plans.append(describe_assigned(own, found, method, each, each))
+        plans.append(describe_assigned(own, found, method, each))
     return min(plans, key=lambda plan: plan.breakdown.step_s)
 
 
@@ -67,16 +66,10 @@ def _pipeline(problem: AssignmentProblem, row: int, pools: Pools) -> Pipelines:
     return Pipelines(inputs.model, inputs.work, pools, order, parts, size, is_mixed)
 
 
-def describe_assigned(
-    problem: AssignmentProblem,
-    solution: Solution,
-    method: str,
-    training_gpus: GpuAssignment,
-    assigned: GpuAssignment,
-) -> Plan:
+def describe_assigned(problem: AssignmentProblem, solution: Solution, method: str, assigned: GpuAssignment) -> Plan:
     """Return the plan of a solution with given GPUs for trainer and replicas."""
     inputs, step = problem.inputs, problem.step
-    training = describe_training(problem, solution.row, training_gpus)
+    training = describe_training(problem, solution.row, assigned)
     # the rollout time in the solution may be longer than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
     total = float(step.step_s(solution.sync_s, rollout_s, training.time_s))
@@ -151,12 +144,12 @@ def describe_training(problem: AssignmentProblem, row: int, assigned: GpuAssignm
     whole = [num_layers] * len(parts)
     layers = whole if is_mixed else stage_layers(num_layers, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0
-    for place, ((k, groups), count) in enumerate(zip(assigned.stages, layers, strict=True)):
+    for place, ((k, gpus), count) in enumerate(zip(assigned.stages, layers, strict=True)):
         tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
         stages.append(
             Stage(
                 gpu=pools.pools[k].gpu,
-                gpu_ids=tuple(gpu for group in groups for gpu in group),
+                gpu_ids=gpus,
                 dp=dp,
                 tp=tp,
                 layers=(first, first + count),
@@ -218,8 +211,7 @@ def _rated_training(problem: AssignmentProblem, row: int, assigned: GpuAssignmen
     table, time_s = problem.table, float(problem.table.time_s[row])
     counts = rounded_shares([float(table.shares[row, k]) for k, _ in assigned.stages], problem.inputs.model.num_layers)
     stages, first = [], 0
-    for (k, groups), count in zip(assigned.stages, counts, strict=True):
-        gpus = tuple(gpu for group in groups for gpu in group)
+    for (k, gpus), count in zip(assigned.stages, counts, strict=True):
         limit = problem.pools.pools[k].place.memory_limit_bytes
         stages.append(Stage(problem.pools.pools[k].gpu, gpus, len(gpus), 1, (first, first + count), 0.0, limit))
         first += count

@@ -69,7 +69,7 @@ def test_machines_are_exchanged_so_that_the_ring_of_a_stage_and_publication_use_
     of = linked(cluster(*[("Fast", 1)] * 8), fast, 1.0)
     pools = make_pools(of, Efficiencies(), "pessimistic")
     names = [node.name for node in of.nodes]
-    stage = tuple((f"{name}:0",) for name in names[:6])
+    stage = tuple(f"{name}:0" for name in names[:6])
     given = GpuAssignment(((0, stage),), ((0, (f"{names[6]}:0",)), (0, (f"{names[7]}:0",))), ())
 
     def slowest(assigned: GpuAssignment) -> tuple[float, float]:
