@@ -99,7 +99,7 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
         return None
     columns = tuple(problem.columns[index] for index in fitting)
     program = RolloutProgram(msgspec.structs.replace(problem, columns=columns))
-    rollout = program.fastest(program.left(None), [True] * len(pools), problem.step.scoring_s)
+    rollout = program.fastest(program.left(None), (True,) * len(pools), problem.step.scoring_s)
     if rollout is None:
         return None
     counts = [0] * len(problem.columns)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.planner.assign import GpuAssignment, Part
 from baton.planner.pools import Pools
@@ -158,7 +157,7 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
     the total cost, the step makes this swap. Otherwise it continues with the next machine. The search ends when no swap
     reduces the total cost.
     """
-    slowness: NDArray[np.float64] = _slowness(cluster, pools)
+    slowness = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])
     weights = np.repeat(emphasis, [len(used.ring), len(used.boundary)])
     routes = [(training, engines) for training in used.training.values() for engines in used.engines.values()]

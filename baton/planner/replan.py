@@ -214,7 +214,7 @@ def _beside(
         return None
     narrowed = msgspec.structs.replace(problem.step, max_running=problem.step.max_running - running)
     filler = RolloutProgram(msgspec.structs.replace(problem, step=narrowed))
-    everywhere = [True] * len(problem.pools.pools)
+    everywhere = (True,) * len(problem.pools.pools)
     tokens = problem.step.output_tokens
 
     def reached(time_s: float) -> tuple[bool, list[int]]:
