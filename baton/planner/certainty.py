@@ -99,7 +99,7 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     """Return the step time of a plan under these efficiencies. The distribution of the layers over the stages is
     computed again with these efficiencies. The replicas and their batches stay the same."""
     work, model, training = inputs.work, inputs.model, plan.training
-    used = {*training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
+    used = plan.used_gpu_ids
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
     cluster = restricted(inputs.cluster, nodes)
     pools = make_pools(cluster, efficiencies, "alike")

@@ -19,11 +19,11 @@ from baton.planner.bounds import division_bound_s
 from baton.planner.exact import Solution, solution
 from baton.planner.infeasible import refuse_without_shapes
 from baton.planner.instance import make_problem
-from baton.planner.plan_from_solution import describe_assigned
+from baton.planner.plan_from_solution import describe_assigned, with_others_idle
 from baton.planner.problem import AssignmentProblem, Floats, Inputs
 from baton.planner.replicas import RolloutProgram
 from baton.specs.cluster import Cluster
-from baton.specs.plan import Bound, Idle, Plan
+from baton.specs.plan import Bound, Plan
 
 MOST_ROWS = 20
 """Number of training shapes to try, fastest first. A slower shape may leave more memory for engines."""
@@ -114,12 +114,11 @@ def _described(problem: AssignmentProblem, found: Solution, swap_s: float) -> Pl
     least_s = division_bound_s(problem)
     swapped = msgspec.structs.replace(found, sync_s=found.sync_s + swap_s, bound_s=least_s)
     plan = describe_assigned(problem, swapped, "exact", assigned)
-    used = {*plan.training.gpu_ids, *(gpu for _, gpus in assigned.replicas for gpu in gpus)}
-    outside = tuple(gpu for node in problem.inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
-    idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()
+    why = "more GPUs would make neither training nor generation faster"
+    plan = with_others_idle(msgspec.structs.replace(plan, idle=()), problem.inputs.cluster, why)
     total = plan.breakdown.step_s
     note = "the trainer's state stays in memory while engines generate"
     if swap_s:
         note = f"the trainer's state is moved to host memory and back in each step: {swap_s:.3g} s of the sync time"
     bound = Bound.of(total, min(total, least_s), note)
-    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
+    return msgspec.structs.replace(plan, bound=bound, is_colocated=True)

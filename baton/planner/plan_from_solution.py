@@ -18,6 +18,7 @@ from baton.planner.pools import Pools
 from baton.planner.problem import AssignmentProblem, Floats, replica_columns, sync_table
 from baton.planner.replicas import rounded_shares
 from baton.planner.training_shapes import LayerBalance, Pipelines, Shapes, balanced, evaluated
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica, Stage, Training
 from baton.specs.workload import Workload
 
@@ -102,6 +103,15 @@ def describe_assigned(problem: AssignmentProblem, solution: Solution, method: st
         work=PlannedWork.of(inputs.model, inputs.work),
     )
     return msgspec.structs.replace(plan, limits=tuple(limits(problem, plan)))
+
+
+def with_others_idle(plan: Plan, cluster: Cluster, why: str) -> Plan:
+    """Return the plan of a part of the cluster as a plan of the whole cluster, in which the GPUs outside the plan are
+    idle for the reason `why`. The price includes them."""
+    named = {*plan.used_gpu_ids, *(gpu for idle in plan.idle for gpu in idle.gpu_ids)}
+    others = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in named)
+    idle = (*plan.idle, Idle(others, why)) if others else plan.idle
+    return msgspec.structs.replace(plan, idle=idle, price_per_h=cluster.price_per_h)
 
 
 def _cycle_overhead_s(problem: AssignmentProblem, row: int) -> float:
@@ -196,9 +206,9 @@ def _stage_memory(
     problem: AssignmentProblem, work: Workload, row: int, k: int, layers: int, place: int, depth: int
 ) -> float:
     model, pool, table = problem.inputs.model, problem.pools.pools[k], problem.table
-    if table.is_mixed[row]:
-        place, depth = 0, 1
-    tp, dp = int(table.tp[row, k]), table.data_ranks(row, k)
+    tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+    if table.is_mixed[row]:  # one stage, with the ranks of all its pools
+        place, depth, dp = 0, 1, int(table.dp[row].sum())
     widest = int(table.dp[row].max())
     terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
     rank = rank_of(work, terms.rank, depth, tp * dp)

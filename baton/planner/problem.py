@@ -91,10 +91,6 @@ class TrainTable(msgspec.Struct, frozen=True):
         found: Ints = np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
         return found
 
-    def data_ranks(self, row: int, pool: int) -> int:
-        """Return the data-parallel width of a stage on a pool; a mixed stage counts the ranks of all its pools."""
-        return int(self.dp[row].sum() if self.is_mixed[row] else self.dp[row, pool])
-
     def __len__(self) -> int:
         return len(self.time_s)
 

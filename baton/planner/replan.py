@@ -94,13 +94,14 @@ def replan(
     program = RolloutProgram(problem)
     kept = _surviving(problem, running, there)
     row = _same_shape(problem, running, there)
-    ways: list[tuple[str, AssignmentProblem, Solution | None]] = []
     richer, anew = solve(problem, "exact", time_limit_s)
-    ways.append(("everything new", richer, anew))
+    ways: list[tuple[str, AssignmentProblem, Solution | None]] = [("everything new", richer, anew)]
     if row is not None:
         narrowed = _only(problem, row)
-        ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]))
-        ways.append(("training and replicas kept", problem, _filled(problem, program, row, kept)))
+        ways += [
+            ("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]),
+            ("training and replicas kept", problem, _filled(problem, program, row, kept)),
+        ]
     else:
         ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
     least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem)
@@ -113,7 +114,9 @@ def replan(
         plan = describe(of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
         bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
         plan = msgspec.structs.replace(plan, bound=bound, reward=stage)
-        options.append(ReplanOption(name + suffix, plan, inputs, moved(before, jobs(plan), whole)))
+        after = jobs(plan)
+        moved = tuple(sorted(gpu for gpu in whole & set(before) if before[gpu] != after[gpu]))
+        options.append(ReplanOption(name + suffix, plan, inputs, moved))
     lost, added = tuple(sorted(set(before) - whole)), tuple(sorted(whole - set(before)))
     return Replanned(least_moves(options, slack), tuple(options), lost, added)
 
@@ -136,11 +139,6 @@ def jobs(plan: Plan) -> dict[str, str]:
     for stage in plan.training.stages:
         found |= dict.fromkeys(stage.gpu_ids, f"train layers {stage.layers[0]}-{stage.layers[1]} of {shape}")
     return found
-
-
-def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
-    """Return the GPUs in `there` whose job in the new plan differs from their job in the running plan."""
-    return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
 
 
 def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:

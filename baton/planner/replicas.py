@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from baton.planner.integer import IntegerSolution, maximise
-from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, ReplicaShape
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints
 
 CLOSE = 1e-9
 """Relative difference below which two times count as equal."""
@@ -45,7 +45,9 @@ class RolloutProgram:
         self._batch = np.array([float(column.cost.batch) for column in problem.columns])
         self._gpus = np.array([column.num_gpus for column in problem.columns], dtype=float)
         self._pool = np.array([column.pool for column in problem.columns], dtype=int)
-        self._matrix = np.array([[_used(c, pool, level) for c in problem.columns] for pool, level in self._rows])
+        pools, levels = np.array(self._rows).T[:, :, None]
+        self._matrix = np.where((self._pool == pools) & (self._gpus >= levels), self._gpus, 0.0)
+        """[rows, columns] number of GPUs of a replica that count for this pool and level."""
         self.fastest, self.reaches = cache(self._fastest), cache(self._reaches)
 
     def left(self, row: int | None) -> tuple[int, ...]:
@@ -134,10 +136,6 @@ class RolloutProgram:
             # the relation is transitive, so it does not matter whether column a itself is dominated
             is_kept[own] = ~np.triu(dominates, 1).any(axis=0)
         return by_gain[is_kept]
-
-
-def _used(column: ReplicaShape, pool: int, level: int) -> float:
-    return float(column.num_gpus) if column.pool == pool and column.num_gpus >= level else 0.0
 
 
 def rounded_shares(shares: Sequence[float], total: int) -> list[int]:
