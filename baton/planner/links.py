@@ -206,5 +206,4 @@ def _slowness(cluster: Cluster, pools: Pools) -> Floats:
             block = np.ix_(mine.nodes, theirs.nodes)
             finite = rates[block][np.isfinite(rates[block])]
             fastest[block] = finite.max(initial=1.0)
-    found: Floats = (fastest / rates) ** POWER
-    return found
+    return (fastest / rates) ** POWER

@@ -88,8 +88,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     def groups(self) -> Ints:
         """[candidates, pools] number of GPUs that must be on one machine together: a tensor-parallel group, or a copy
         of the stage."""
-        found: Ints = np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
-        return found
+        return np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
 
     def __len__(self) -> int:
         return len(self.time_s)

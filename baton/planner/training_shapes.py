@@ -389,8 +389,7 @@ def _balanced(of: Pipelines) -> LayerBalance:
 def _held(kind: _Kind, pace: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
         own = np.floor((pace - kind.base_s) / kind.per_layer_s * (1 + 1e-12) + 1e-9)  # absorbs rounding errors
-    held: Floats = np.where(kind.count > 0, np.minimum(np.nan_to_num(own, posinf=0), kind.most), 0)
-    return held
+    return np.where(kind.count > 0, np.minimum(np.nan_to_num(own, posinf=0), kind.most), 0)
 
 
 def _kinds(of: Pipelines) -> list[_Kind]:
@@ -428,8 +427,7 @@ def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> 
     for other in order[max(0, place - 1) : place + 2]:
         if other != index:
             slowest = np.minimum(slowest, pools.bytes_per_s[index][other])
-    reached: Floats = slowest * pool.efficiency.link
-    return reached
+    return slowest * pool.efficiency.link
 
 
 def _finish(of: Pipelines, kinds: Sequence[_Kind], layers: Sequence[Floats], pace: Floats) -> LayerBalance:
