@@ -133,9 +133,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
 def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
     """Return the training shapes that fit into memory. The table's `is_complete` states whether all shapes were
     evaluated."""
-    alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
-    tables = []
-    is_complete = True
+    alone = [_pool_shapes(model, work, pool) for pool in pools.pools]
+    tables, is_complete = [], True
     for order in pipeline_orders(pools, MAX_CROSSED if cross_types else 1):
         if len(order) > 1 and work.trainer == "baton":
             candidates = _equal_ranks(work, pools, order)
@@ -188,16 +187,15 @@ def mixed_rows(
             yield table(rows, copy)
 
 
-def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
+def _pool_shapes(model: ModelSpec, work: Workload, pool: GpuPool) -> Shapes:
     """Return all shapes (stages, tp, dp) that fit into the nodes of a pool."""
-    pool = pools.pools[index]
     rows = [
         (stages, tp, dp)
         for stages, tp in trained_widths(model, work, pool)
         for dp in range(1, min(pool.capacity(tp) // (stages * tp), work.num_trajectories) + 1)
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    return Shapes(columns[:, 0], columns[:, 1], columns[:, 2])
+    return Shapes(*columns.T)
 
 
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:

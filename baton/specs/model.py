@@ -314,6 +314,6 @@ def _windows(reader: _Reader, kind: str, layers: int) -> tuple[int, int]:
         return 0, 0
     types = reader.config.get("layer_types")
     if isinstance(types, list):
-        return window, sum(1 for each in types if each == "sliding_attention")
+        return window, types.count("sliding_attention")
     pattern = reader.whole("sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6, "gemma3": 6}.get(kind, 0))
     return window, layers - layers // pattern if pattern else layers
