@@ -36,7 +36,7 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
     serial = msgspec.structs.replace(inputs, work=work, cluster=_with_sleepers(inputs))
     problem = make_problem(serial)
     if not len(problem.table):
-        refuse_without_shapes(serial.model, serial.work, problem.pools)
+        refuse_without_shapes(serial, problem.pools)
     pools = problem.pools.pools
     on_cpu = np.array([pool.place.gpu.name == "CPU" for pool in pools])
     host_bytes_per_s = np.array([pool.place.efficiency.host_gb_per_s * 1e9 for pool in pools])

@@ -180,9 +180,9 @@ def _passing(problem: AssignmentProblem, bound: RolloutBound, family: _Family, s
 def _sync_s(problem: AssignmentProblem, family: _Family) -> Floats:
     """Return publication times [candidates, pools]. A pool's share of the layers approximates its share of the
     weights."""
-    inputs, shares = problem.inputs, np.zeros((family.split.shape[1], len(problem.pools.pools)))
-    shares[:, family.order] = family.split.T / inputs.model.num_layers
-    return sync_table(inputs.model, inputs.work, problem.pools, shares)
+    shares = np.zeros((family.split.shape[1], len(problem.pools.pools)))
+    shares[:, family.order] = family.split.T / problem.inputs.model.num_layers
+    return sync_table(problem.inputs, problem.pools, shares)
 
 
 def _keeping_pace(
@@ -286,7 +286,6 @@ def _realise(
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
     """Turn the remaining rows into training shapes, with `SPARE` additional groups, and solve with these shapes."""
-    inputs = problem.inputs
     share = MOST_CANDIDATES // sum(1 for rows, _ in passing if len(rows))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):
@@ -297,7 +296,7 @@ def _realise(
         for spare in product(SPARE, repeat=len(groups)):
             dp = np.minimum(least + np.array(spare)[:, None], some.most)
             shapes = [Shapes(*each) for each in zip(some.stages, some.tp, dp, strict=True)]
-            tables.append(evaluated(Pipelines(inputs.model, inputs.work, problem.pools, some.order, shapes)))
+            tables.append(evaluated(Pipelines(problem.inputs, problem.pools, some.order, shapes)))
     richer = with_table(problem, TrainTable.joined(tables, is_complete=True))
     found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
     return None if found is None else (richer, found)

@@ -43,13 +43,12 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     """Return the problem under the cost model, without mixed stages. Its table of training shapes is empty if only a
     mixed stage may fit into memory."""
     model, work = inputs.model, inputs.work
-    columns = replica_columns(model, work, pools)
-    table = train_table(model, work, pools, cross_types=inputs.cross_types)
+    columns, table = replica_columns(inputs, pools), train_table(inputs, pools)
     if not columns:
-        refuse_without_columns(model, work, pools)
+        refuse_without_columns(inputs, pools)
     if not len(table) and not mixed_pools(inputs, pools):
         others = msgspec.structs.replace(inputs, mixed_stages=not inputs.mixed_stages)
-        refuse_without_shapes(model, work, pools, may_mix=bool(mixed_pools(others, pools)))
+        refuse_without_shapes(inputs, pools, may_mix=bool(mixed_pools(others, pools)))
     fastest = min(pool.place.efficiency.between_steps_s for pool in pools.pools)
     size = model.params * work.weight_bytes
     return AssignmentProblem(
@@ -57,7 +56,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         pools=pools,
         columns=columns,
         table=table,
-        sync_s=sync_table(model, work, pools, table.shares),
+        sync_s=sync_table(inputs, pools, table.shares),
         step=make_step(work),
         train_rate_bound=1 / np.array([compute_s(model, work, pool.place, 1) for pool in pools.pools]),
         sync_bound_s=fastest + size / float(pools.publish_bytes_per_s.max()),
@@ -72,7 +71,7 @@ def mixed_pools(inputs: Inputs, pools: Pools) -> list[list[int]]:
 
 def with_table(problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
     """Return the problem with the training shapes of `table`."""
-    sync_s = sync_table(problem.inputs.model, problem.inputs.work, problem.pools, table.shares)
+    sync_s = sync_table(problem.inputs, problem.pools, table.shares)
     return msgspec.structs.replace(problem, table=table, sync_s=sync_s)
 
 

@@ -28,7 +28,7 @@ def with_mixed_stages(
     """Return the given solution or a better solution with a mixed stage. The returned bound covers all mixed stages.
     `Solution.row` is an index into the table of the returned problem. `bound`: the `RolloutBound` of the problem."""
     ceiling_s = np.inf if best is None else best.step_s
-    inputs, pairs = problem.inputs, list(_pairs(problem, bound, ceiling_s))
+    pairs = list(_pairs(problem, bound, ceiling_s))
     count = sum(len(first) for _, first, _ in pairs)
     if not count:
         return problem, best
@@ -36,7 +36,7 @@ def with_mixed_stages(
     tables = [
         table
         for order, first, second in pairs
-        for table in mixed_rows(inputs.model, inputs.work, problem.pools, order, first[::every], second[::every])
+        for table in mixed_rows(problem.inputs, problem.pools, order, first[::every], second[::every])
     ]
     is_complete = every == 1 and (best is not None or problem.table.is_complete)
     table = TrainTable.joined(tables, is_complete=is_complete)

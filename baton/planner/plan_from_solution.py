@@ -44,14 +44,13 @@ def describe(problem: AssignmentProblem, solution: Solution, method: str, prefer
 def _on_pools(problem: AssignmentProblem, solution: Solution, pools: Pools) -> tuple[AssignmentProblem, Solution]:
     """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
     candidate. Also return the solution of this problem."""
-    model, work = problem.inputs.model, problem.inputs.work
-    only = evaluated(_pipeline(problem, solution.row, pools))
+    inputs, only = problem.inputs, evaluated(_pipeline(problem, solution.row, pools))
     own = msgspec.structs.replace(
         problem,
         pools=pools,
-        columns=replica_columns(model, work, pools),
+        columns=replica_columns(inputs, pools),
         table=only,
-        sync_s=sync_table(model, work, pools, only.shares),
+        sync_s=sync_table(inputs, pools, only.shares),
     )
     time_s = needed_s(own, solution.rollout.counts)
     found = selected(own, 0, msgspec.structs.replace(solution.rollout, time_s=time_s))
@@ -60,11 +59,11 @@ def _on_pools(problem: AssignmentProblem, solution: Solution, pools: Pools) -> t
 
 def _pipeline(problem: AssignmentProblem, row: int, pools: Pools) -> Pipelines:
     """Return the training shape in this table row as the only candidate, on `pools`."""
-    inputs, table = problem.inputs, problem.table
+    table = problem.table
     order = pools.pipeline_order(np.flatnonzero(table.stages[row]).tolist())
     parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
     size, is_mixed = int(table.shard_size[row]), bool(table.is_mixed[row])
-    return Pipelines(inputs.model, inputs.work, pools, order, parts, size, is_mixed)
+    return Pipelines(problem.inputs, pools, order, parts, size, is_mixed)
 
 
 def describe_assigned(problem: AssignmentProblem, solution: Solution, method: str, assigned: GpuAssignment) -> Plan:

@@ -156,9 +156,9 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     """Lower bound on the publication time."""
 
 
-def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[ReplicaShape, ...]:
+def replica_columns(inputs: Inputs, pools: Pools) -> tuple[ReplicaShape, ...]:
     """Return every replica shape that fits, with its largest batch and with 1/2, 1/4, … of this batch."""
-    found = []
+    model, work, found = inputs.model, inputs.work, []
     for index, pool in enumerate(pools.pools):
         for tp in tensor_widths(model, pool):
             for pp in REPLICA_STAGES:
@@ -190,8 +190,8 @@ def make_step(work: Workload) -> StepModel:
     )
 
 
-def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
+def sync_table(inputs: Inputs, pools: Pools, shares: Floats) -> Floats:
     """Return the times [candidates, pools] from the end of a train step until engines serve the new version. `shares`
     [candidates, pools]: share of the weights that a pool trains."""
     latency = np.array([pool.place.efficiency.between_steps_s for pool in pools.pools])
-    return publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
+    return publish_s(inputs.model, inputs.work, shares, pools.publish_bytes_per_s, latency)

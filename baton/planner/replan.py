@@ -169,7 +169,7 @@ def _with_mixed_stage(problem: AssignmentProblem, running: Plan) -> AssignmentPr
     order = problem.pools.pipeline_order(k for k in parts if k is not None)
     shapes = [Shapes.of(1, 1, parts[k].dp) for k in order]
     size = running.training.shard_size
-    mixed = Pipelines(problem.inputs.model, problem.inputs.work, problem.pools, order, shapes, size, is_mixed=True)
+    mixed = Pipelines(problem.inputs, problem.pools, order, shapes, size, is_mixed=True)
     table = TrainTable.joined([problem.table, evaluated(mixed)], is_complete=problem.table.is_complete)
     return with_table(problem, table)
 

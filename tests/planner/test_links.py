@@ -108,7 +108,7 @@ def test_machines_keep_copies_of_the_model_where_the_links_between_them_are_slow
     assert [len({gpu.partition(":")[0] for gpu in stage.gpu_ids[first : first + 8]}) for first in (0, 8)] == [1, 1]
     pools = make_pools(of, asked.efficiencies)
     k = next(k for k, pool in enumerate(pools.pools) if pool.gpu == stage.gpu)
-    shared = Pipelines(asked.model, asked.work, pools, [k], [Shapes.of(1, 1, 16)], 0)
+    shared = Pipelines(asked, pools, [k], [Shapes.of(1, 1, 16)], 0)
     shared_s = evaluated(shared).time_s[0]
     assert (plan.training.time_s < shared_s * (1 - 1e-6)) == bool(copies)
 

@@ -139,7 +139,7 @@ def mixed_table(asked: Inputs, pools: Pools) -> TrainTable:
         counts = np.meshgrid(*(np.arange(1, pools.pools[k].num_gpus + 1) for k in order))
         first, second = (count.ravel() for count in counts)
         keeps = first + second <= asked.work.num_trajectories
-        tables += list(mixed_rows(asked.model, asked.work, pools, order, first[keeps], second[keeps]))
+        tables += list(mixed_rows(asked, pools, order, first[keeps], second[keeps]))
     return TrainTable.joined(tables, is_complete=True)
 
 
