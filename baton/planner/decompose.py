@@ -144,15 +144,12 @@ def _splits(num_layers: int, parts: int) -> Ints:
     `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are merged. Rounding down
     never overestimates the required number of GPUs, so the bound stays valid."""
     edges = combinations(range(1, num_layers), parts - 1)
-    rows = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
-    if len(rows) <= MOST_SPLITS:
-        return rows
-    cell = 2
-    while True:
-        merged: Ints = np.unique(np.maximum(1, rows // cell * cell), axis=0)
-        if len(merged) <= MOST_SPLITS:
-            return merged
+    rows: Ints = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
+    merged, cell = rows, 1
+    while len(merged) > MOST_SPLITS:
         cell += 1
+        merged = np.unique(np.maximum(1, rows // cell * cell), axis=0)
+    return merged
 
 
 def _passing(problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float) -> tuple[Ints, Ints]:

@@ -60,31 +60,27 @@ def used_pools(
     used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
-    between = [list(row) for row in pools.bytes_per_s]
-    within: dict[int, float] = {}
-    slowest: dict[tuple[int, int], float] = {}
+    within = [np.inf] * len(pools.pools)
+    between = np.full((len(pools.pools), len(pools.pools)), np.inf)
     for a, b in np.concatenate([used.ring, used.boundary]).tolist():
         k, other, rate = owner[a], owner[b], float(rates[a, b])
         if k == other:
-            within[k] = min(within.get(k, np.inf), rate)
+            within[k] = min(within[k], rate)
         else:
-            slowest[k, other] = slowest[other, k] = min(slowest.get((k, other), np.inf), rate)
+            between[k, other] = between[other, k] = min(between[k, other], rate)
     for k, training in used.training.items():
         for other, engines in used.engines.items():
-            arrival = float(rates[np.ix_(training, engines)].max(axis=0).min())
-            if np.isfinite(arrival):
-                slowest[k, other] = min(slowest.get((k, other), np.inf), arrival)
-    for (k, other), rate in slowest.items():
-        between[k][other] = rate
+            between[k, other] = min(between[k, other], rates[np.ix_(training, engines)].max(axis=0).min())
+    between = np.where(np.isfinite(between), between, pools.bytes_per_s)
     named = {gpu.rpartition(":")[0] for _, gpus in [*stages, *replicas] for gpu in gpus}
     found = []
     for k, pool in enumerate(pools.pools):
         own = [cluster.nodes[n].link_bytes_per_s for n in pool.nodes if cluster.nodes[n].name in named]
         link = min(own, default=pool.place.link_bytes_per_s)
-        inter = within.get(k, pool.place.inter_bytes_per_s)
+        inter = within[k] if np.isfinite(within[k]) else pool.place.inter_bytes_per_s
         place = msgspec.structs.replace(pool.place, inter_bytes_per_s=inter, link_bytes_per_s=link)
         found.append(msgspec.structs.replace(pool, place=place))
-    return Pools(tuple(found), tuple(map(tuple, between)), pools.view)
+    return Pools(tuple(found), tuple(map(tuple, between.tolist())), pools.view)
 
 
 def faster_assignments(
