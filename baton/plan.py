@@ -18,7 +18,7 @@ from baton.files import check_output
 from baton.planner.certainty import certainty
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.compare import alternatives
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
 from baton.planner.replan import replan_with_reward, without_nodes
 from baton.planner.result import PlanResult

@@ -23,7 +23,8 @@ from baton.simulator.input_sources import PlanSource, RecipeSource, SettingSourc
 from baton.simulator.parameter_sweep import ParameterSweep, read_axes
 from baton.simulator.parameter_sweep import sweep as sweep_parameters
 from baton.simulator.result import Result
-from baton.simulator.run import RunOptions, run_request
+from baton.simulator.run import run_request
+from baton.simulator.simulation import RunOptions
 from baton.specs.model import read_model
 from baton.specs.plan import read_plan
 from baton.views.pages.template import check_page

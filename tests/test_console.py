@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from baton.cli import main as cli
 from baton.console import Console, LogFormatter, print_json, visible
 from baton.planner.compare import Alternative
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.result import PlanResult
 from baton.planner.what_if import Marginal
 from baton.profile.bench import BenchResult

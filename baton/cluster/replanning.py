@@ -13,7 +13,7 @@ from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings, Efficiency
 from baton.errors import BatonError, UserError
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.replan import ReplanOption, least_moves, replan
 from baton.planner.reward_stage import beside
 from baton.policy.tokenizer import model_directory

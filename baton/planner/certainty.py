@@ -20,11 +20,10 @@ from baton.cost.calibration import GpuCalibration, Parameter
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import replica_cost
 from baton.errors import UserError
-from baton.planner.instance import Inputs
 from baton.planner.links import used_pools
 from baton.planner.plan_from_solution import filled_s
 from baton.planner.pools import Pools, make_pools
-from baton.planner.problem import make_step, sync_table
+from baton.planner.problem import Inputs, make_step, sync_table
 from baton.planner.solve import make_plan, restricted
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster
@@ -99,8 +98,8 @@ def trains(plan: Plan) -> tuple[str, ...]:
 def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     """Return the step time of a plan under these efficiencies. The distribution of the layers over the stages is
     computed again with these efficiencies. The replicas and their batches stay the same."""
-    work, model, training = inputs.work, inputs.model, plan.training
-    used = {*training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
+    training = plan.training
+    used = plan.used_gpu_ids
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
     cluster = restricted(inputs.cluster, nodes)
     pools = make_pools(cluster, efficiencies, "alike")
@@ -113,16 +112,16 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     placed = [owner[stage.gpu_ids[0]] for stage in training.stages]
     on_pool = dict(zip(placed, training.stages, strict=True))  # all stages on a pool have the same shape
     shapes = [Shapes.of(placed.count(k), stage.tp, stage.dp) for k, stage in on_pool.items()]
-    table = evaluated(Pipelines(model, work, pools, list(on_pool), shapes, training.shard_size, training.is_mixed))
+    table = evaluated(Pipelines(inputs, pools, list(on_pool), shapes, training.shard_size, training.is_mixed))
     engines = [owner[replica.gpu_ids[0]] for replica in plan.replicas]
     costs = [
-        replica_cost(model, work, pools.pools[k].place, replica.tp, replica.pp, replica.batch)
+        replica_cost(inputs.model, inputs.work, pools.pools[k].place, replica.tp, replica.pp, replica.batch)
         for k, replica in zip(engines, plan.replicas, strict=True)
     ]
     speeds, pauses = np.array([(cost.tokens_per_s, cost.pause_s) for cost in costs]).T
-    rollout_s = filled_s(work.output_tokens, speeds, pauses)
-    sync_s = sync_table(model, work, pools, table.shares)[0, engines].max()
-    return float(make_step(work).step_s(sync_s, rollout_s, table.time_s[0]))
+    rollout_s = filled_s(inputs.work.output_tokens, speeds, pauses)
+    sync_s = sync_table(inputs, pools, table.shares)[0, engines].max()
+    return float(make_step(inputs.work).step_s(sync_s, rollout_s, table.time_s[0]))
 
 
 def _owners(cluster: Cluster, pools: Pools) -> dict[str, int]:

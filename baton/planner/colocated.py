@@ -18,12 +18,12 @@ from baton.planner.assign import assign
 from baton.planner.bounds import division_bound_s
 from baton.planner.exact import Solution, solution
 from baton.planner.infeasible import refuse_without_shapes
-from baton.planner.instance import Inputs, make_problem
-from baton.planner.plan_from_solution import describe_assigned
-from baton.planner.problem import AssignmentProblem, Floats
+from baton.planner.instance import make_problem
+from baton.planner.plan_from_solution import describe_assigned, with_others_idle
+from baton.planner.problem import AssignmentProblem, Floats, Inputs
 from baton.planner.replicas import RolloutProgram
 from baton.specs.cluster import Cluster
-from baton.specs.plan import Bound, Idle, Plan
+from baton.specs.plan import Bound, Plan
 
 MOST_ROWS = 20
 """Number of training shapes to try, fastest first. A slower shape may leave more memory for engines."""
@@ -36,13 +36,13 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
     serial = msgspec.structs.replace(inputs, work=work, cluster=_with_sleepers(inputs))
     problem = make_problem(serial)
     if not len(problem.table):
-        refuse_without_shapes(serial.model, serial.work, problem.pools)
+        refuse_without_shapes(serial, problem.pools)
     pools = problem.pools.pools
     on_cpu = np.array([pool.place.gpu.name == "CPU" for pool in pools])
     host_bytes_per_s = np.array([pool.place.efficiency.host_gb_per_s * 1e9 for pool in pools])
     best: tuple[float, Solution, float] | None = None
     for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
-        state = _state_bytes(serial, problem, row)
+        state = _state_bytes(problem, row)
         found = _generate(problem, row, np.where(on_cpu, state, 0.0))
         if found is None:
             continue
@@ -55,7 +55,7 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
             "infeasible: memory. No replica fits beside the memory that a sleeping trainer keeps. More memory per GPU "
             "would help"
         )
-    return _described(serial, problem, *best[1:])
+    return _described(problem, *best[1:])
 
 
 def _with_sleepers(inputs: Inputs) -> Cluster:
@@ -70,9 +70,9 @@ def _with_sleepers(inputs: Inputs) -> Cluster:
     return msgspec.structs.replace(inputs.cluster, nodes=tuple(nodes))
 
 
-def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
+def _state_bytes(problem: AssignmentProblem, row: int) -> Floats:
     """Return the bytes of weights and moments that the trainer keeps on each GPU between steps, [pools]."""
-    table, model = problem.table, inputs.model
+    table, inputs, model = problem.table, problem.inputs, problem.inputs.model
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:
         return found
@@ -99,7 +99,7 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
         return None
     columns = tuple(problem.columns[index] for index in fitting)
     program = RolloutProgram(msgspec.structs.replace(problem, columns=columns))
-    rollout = program.fastest(program.left(None), [True] * len(pools), problem.step.scoring_s)
+    rollout = program.fastest(program.left(None), (True,) * len(pools), problem.step.scoring_s)
     if rollout is None:
         return None
     counts = [0] * len(problem.columns)
@@ -108,18 +108,17 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
     return solution(problem, row, msgspec.structs.replace(rollout, counts=tuple(counts)))
 
 
-def _described(inputs: Inputs, problem: AssignmentProblem, found: Solution, swap_s: float) -> Plan:
-    training_gpus = assign(problem, inputs.cluster, found.row, [0] * len(problem.columns))
-    engine_gpus = assign(problem, inputs.cluster, None, found.rollout.counts)
+def _described(problem: AssignmentProblem, found: Solution, swap_s: float) -> Plan:
+    training = assign(problem, found.row, [0] * len(problem.columns))
+    assigned = msgspec.structs.replace(training, replicas=assign(problem, None, found.rollout.counts).replicas)
     least_s = division_bound_s(problem)
     swapped = msgspec.structs.replace(found, sync_s=found.sync_s + swap_s, bound_s=least_s)
-    plan = describe_assigned(inputs, problem, swapped, "exact", training_gpus, engine_gpus)
-    used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_gpus.replicas for gpu in gpus)}
-    outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
-    idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()
+    plan = describe_assigned(problem, swapped, "exact", assigned)
+    why = "more GPUs would make neither training nor generation faster"
+    plan = with_others_idle(msgspec.structs.replace(plan, idle=()), problem.inputs.cluster, why)
     total = plan.breakdown.step_s
     note = "the trainer's state stays in memory while engines generate"
     if swap_s:
         note = f"the trainer's state is moved to host memory and back in each step: {swap_s:.3g} s of the sync time"
     bound = Bound.of(total, min(total, least_s), note)
-    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
+    return msgspec.structs.replace(plan, bound=bound, is_colocated=True)

@@ -11,8 +11,9 @@ import numpy as np
 
 from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import make_problem
 from baton.planner.plan_from_solution import describe
+from baton.planner.problem import Inputs
 from baton.planner.published_method import evaluate_division
 from baton.planner.replicas import RolloutProgram
 from baton.planner.solve import make_plan
@@ -78,4 +79,4 @@ def split_plan(inputs: Inputs, train_share: float) -> Plan:
     found = evaluate_division(problem, RolloutProgram(problem), train)
     if found is None:
         raise UserError("no training shape or no replica shape fits this split")
-    return describe(inputs, problem, found, f"split {1 - train_share:.0%}/{train_share:.0%}")
+    return describe(problem, found, f"split {1 - train_share:.0%}/{train_share:.0%}")

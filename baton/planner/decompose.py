@@ -18,10 +18,10 @@ import numpy as np
 
 from baton.clock import time_left
 from baton.cost.memory import most_layers, rank_phases
-from baton.cost.train import microbatches, stage_terms
+from baton.cost.train import StageTerms, microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
-from baton.planner.instance import Inputs, with_table
+from baton.planner.instance import with_table
 from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, TrainTable, sync_table, tensor_widths
 from baton.planner.training_shapes import (
     CROSSING_STAGES,
@@ -49,10 +49,11 @@ PASSES = 4
 number of groups of a pool depends on those of the other pools. Fewer passes give a valid but weaker bound."""
 
 
-class _PoolPart(msgspec.Struct, frozen=True):
-    """The part of candidate pipelines on one pool. Arrays are [candidates]."""
+class _Family(msgspec.Struct, frozen=True):
+    """Candidate pipelines that span one set of pools. Arrays are [pools of the pipeline, candidates]."""
 
-    pool: int
+    order: list[int]
+    """The pools, in the order of the pipeline."""
     stages: Ints
     tp: Ints
     most: Ints
@@ -68,34 +69,30 @@ class _PoolPart(msgspec.Struct, frozen=True):
     boundary_bytes: Floats
     """Bytes that a stage on one node sends to the next stage per train step."""
 
-    def take(self, rows: Ints) -> _PoolPart:
-        arrays = {key: getattr(self, key)[rows] for key in self.__struct_fields__ if key != "pool"}
-        return _PoolPart(self.pool, **arrays)
-
-
-_Family = Sequence[_PoolPart]
-"""All candidates that span one set of pools, with one part for each pool in the order of the pipeline."""
+    def take(self, rows: Ints) -> _Family:
+        arrays = {key: getattr(self, key)[:, rows] for key in self.__struct_fields__ if key != "order"}
+        return _Family(self.order, **arrays)
 
 
 def improve(
-    inputs: Inputs, problem: AssignmentProblem, best: Solution, bound: RolloutBound, *, time_limit_s: float
+    problem: AssignmentProblem, best: Solution, bound: RolloutBound, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better solution with a pipeline that spans GPU types. The returned bound covers
     all pipelines. `Solution.row` is an index into the table of the returned problem. `bound`: the `RolloutBound` of the
     problem."""
     left_s = time_left(time_limit_s)
-    families = list(_families(inputs, problem))
+    families = list(_families(problem))
     covered = _enumerated_bound_s(problem, bound)
     low, high = min(best.bound_s, best.step_s), best.step_s
     for _ in range(ROUNDS):
         if high / low - 1 < TARGET_GAP or left_s() < 0:
             break
         middle = low + (high - low) * 0.5
-        passing = [_passing(inputs, problem, bound, family, middle) for family in families]
+        passing = [_passing(problem, bound, family, middle) for family in families]
         if not any(len(rows) for rows, _ in passing):
             low = middle
             continue
-        found = _realise(inputs, problem, bound, families, passing, best.step_s, time_limit_s / 4)
+        found = _realise(problem, bound, families, passing, best.step_s, time_limit_s / 4)
         if found is None:
             high = middle  # no plan was found and the bound does not exclude this time: try shorter times
             continue
@@ -115,8 +112,8 @@ def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> floa
     return float(problem.step.step_s(sync_s, rollout_s, table.time_s).min())
 
 
-def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
-    model, pools = inputs.model, problem.pools.pools
+def _families(problem: AssignmentProblem) -> Iterator[_Family]:
+    model, work, pools = problem.inputs.model, problem.inputs.work, problem.pools.pools
     for order in pipeline_orders(problem.pools, MAX_CROSSED):
         if len(order) == 1:
             continue
@@ -129,17 +126,17 @@ def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
             for k in order
         ]
         chosen, splits = np.array(list(product(*shapes))), _splits(model.num_layers, len(order))
-        parts = []
+        parts: list[tuple[Ints | Floats, ...]] = []
         for place, k in enumerate(order):
             stages, tp, most = np.repeat(chosen[:, place], len(splits), axis=0).T
             split = np.tile(splits[:, place], len(chosen))
-            one = stage_terms(model, inputs.work, pools[k].place, max(pools[k].sizes), tp, 1)
+            one = stage_terms(model, work, pools[k].place, max(pools[k].sizes), tp, 1)
             is_last = place == len(order) - 1
             head_layers = is_last * np.asarray(one.head_s / one.per_layer_s)
             layers = (split + head_layers) / stages if is_last else np.ceil(split / stages)
             work_s = layers * one.per_layer_s
-            parts.append(_PoolPart(k, stages, tp, most, split, layers, head_layers, work_s, one.boundary_tokens_bytes))
-        yield parts
+            parts.append((stages, tp, most, split, layers, head_layers, work_s, one.boundary_tokens_bytes))
+        yield _Family(order, *map(np.stack, zip(*parts, strict=True)))
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
@@ -147,70 +144,61 @@ def _splits(num_layers: int, parts: int) -> Ints:
     `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are merged. Rounding down
     never overestimates the required number of GPUs, so the bound stays valid."""
     edges = combinations(range(1, num_layers), parts - 1)
-    rows = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
-    if len(rows) <= MOST_SPLITS:
-        return rows
-    cell = 2
-    while True:
-        merged: Ints = np.unique(np.maximum(1, rows // cell * cell), axis=0)
-        if len(merged) <= MOST_SPLITS:
-            return merged
+    rows: Ints = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
+    merged, cell = rows, 1
+    while len(merged) > MOST_SPLITS:
         cell += 1
+        merged = np.unique(np.maximum(1, rows // cell * cell), axis=0)
+    return merged
 
 
-def _passing(
-    inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
-) -> tuple[Ints, list[Ints]]:
-    """Return the candidates whose step may take at most `step_s`: their rows, and for each pool the number of groups
-    (dp) that such a step requires.
+def _passing(problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float) -> tuple[Ints, Ints]:
+    """Return the candidates whose step may take at most `step_s`: their rows, and the numbers of groups (dp) that such
+    a step requires, [pools of the pipeline, rows].
 
     The first pass uses the shortest publication time of each row. The remaining rows are then tested once for each
     pool. The test for a pool uses the publication time to this pool, and assumes that only pools with at most this
     publication time generate.
     """
-    sync_s = _sync_s(inputs, problem, family)
-    rows: Ints = np.arange(len(sync_s), dtype=np.int64)
-    groups = [np.ones(len(sync_s)) for _ in family]
+    sync_s = _sync_s(problem, family)
+    rows, groups = np.arange(len(sync_s)), np.ones(family.split.shape)
     left_s = step_s - sync_s.min(axis=1)
-    rows, groups = _keeping_pace(inputs, problem, family, rows, groups, left_s)
+    rows, groups = _keeping_pace(problem, family, rows, groups, left_s)
     rows, groups = _generating(problem, bound, family, rows, groups, left_s, np.ones_like(sync_s, dtype=bool))
-    kept_rows, kept_groups = [], []
+    kept = []
     for pool in range(len(problem.pools.pools)):
         left_s, reached = step_s - sync_s[:, pool], sync_s <= sync_s[:, [pool]] * (1 + 1e-9)
-        some, own = _keeping_pace(inputs, problem, family, rows, groups, left_s)
-        some, own = _generating(problem, bound, family, some, own, left_s, reached)
-        kept_rows.append(some)
-        kept_groups.append(own)
-    merged: list[Ints] = [np.concatenate(own).astype(np.int64) for own in zip(*kept_groups, strict=True)]
-    return np.concatenate(kept_rows), merged
+        some, own = _keeping_pace(problem, family, rows, groups, left_s)
+        kept.append(_generating(problem, bound, family, some, own, left_s, reached))
+    all_rows, all_groups = zip(*kept, strict=True)
+    return np.concatenate(all_rows), np.concatenate(all_groups, axis=1).astype(np.int64)
 
 
-def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
+def _sync_s(problem: AssignmentProblem, family: _Family) -> Floats:
     """Return publication times [candidates, pools]. A pool's share of the layers approximates its share of the
     weights."""
-    shares = np.zeros((len(family[0].split), len(problem.pools.pools)))
-    for part in family:
-        shares[:, part.pool] = part.split / inputs.model.num_layers
-    return sync_table(inputs.model, inputs.work, problem.pools, shares)
+    shares = np.zeros((family.split.shape[1], len(problem.pools.pools)))
+    shares[:, family.order] = family.split.T / problem.inputs.model.num_layers
+    return sync_table(problem.inputs, problem.pools, shares)
 
 
 def _keeping_pace(
-    inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
-) -> tuple[Ints, list[Floats]]:
+    problem: AssignmentProblem, family: _Family, rows: Ints, groups: Floats, left_s: Floats
+) -> tuple[Ints, Floats]:
     """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
-    work = inputs.work
+    work = problem.inputs.work
     overhead = max(pool.place.efficiency.train_overhead_s for pool in problem.pools.pools)
     per_rank = work.computed_tokens / work.minibatches / work.longest_tokens
     for _ in range(PASSES):
-        parts = [part.take(rows) for part in family]
-        depth = np.sum([part.stages for part in parts], axis=0)
-        count = np.maximum(1.0, np.floor(per_rank / np.max(groups, axis=0)))
-        pace = (left_s[rows] - overhead - _tail_s(inputs, problem, parts, groups)) * count / (count + depth - 1)
-        needs = [_least_groups(problem, parts, place, pace, own) for place, own in enumerate(groups)]
-        fits = (pace > 0) & np.all([need <= part.most for need, part in zip(needs, parts, strict=True)], axis=0)
-        rows, groups = rows[fits], [need[fits] for need in needs]
-    holds = _holds(inputs, problem, [part.take(rows) for part in family])
-    return rows[holds], [own[holds] for own in groups]
+        some = family.take(rows)
+        count = np.maximum(1.0, np.floor(per_rank / groups.max(axis=0)))
+        tail_s = _tail_s(problem, some, groups)
+        pace = (left_s[rows] - overhead - tail_s) * count / (count + some.stages.sum(axis=0) - 1)
+        needs = np.stack([_least_groups(problem, some, place, pace, own) for place, own in enumerate(groups)])
+        fits = (pace > 0) & np.all(needs <= some.most, axis=0)
+        rows, groups = rows[fits], needs[:, fits]
+    holds = _holds(problem, family.take(rows))
+    return rows[holds], groups[:, holds]
 
 
 def _generating(
@@ -218,78 +206,79 @@ def _generating(
     bound: RolloutBound,
     family: _Family,
     rows: Ints,
-    groups: list[Floats],
+    groups: Floats,
     left_s: Floats,
     reached: Bools,
-) -> tuple[Ints, list[Floats]]:
+) -> tuple[Ints, Floats]:
     """Return the rows in which the GPUs that do not train can generate a step's tokens within `left_s` [candidates].
     `reached` [candidates, pools]: the pools that generate."""
     pools, step = problem.pools.pools, problem.step
     left = np.tile(np.array([float(pool.num_gpus) for pool in pools]), (len(rows), 1))
-    for part, own in zip(family, groups, strict=True):
-        left[:, part.pool] -= part.stages[rows] * part.tp[rows] * own
+    left[:, family.order] -= (family.stages[:, rows] * family.tp[:, rows] * groups).T
     left *= reached[rows]
     rollout_s = left_s[rows] - step.latency_s
     enough = rollout_s >= step.scoring_s
     for table, gated in bound.tables:
         work = sum(left[:, k] * np.interp(rollout_s, bound.times, table[k]) for k in range(len(pools)))
         enough &= work + gated >= bound.tokens
-    return rows[enough], [own[enough] for own in groups]
+    return rows[enough], groups[:, enough]
 
 
-def _least_groups(problem: AssignmentProblem, parts: _Family, place: int, pace: Floats, groups: Floats) -> Floats:
+def _least_groups(problem: AssignmentProblem, some: _Family, place: int, pace: Floats, groups: Floats) -> Floats:
     """Return the smallest dp with which each stage of a pool takes at most `pace` seconds. `groups`: a lower bound of
     the result."""
-    part = parts[place]
-    sizes = problem.pools.pools[part.pool].sizes
-    rate = stage_link(problem.pools, [each.pool for each in parts], place, part.stages)
+    sizes, tp, work_s = problem.pools.pools[some.order[place]].sizes, some.tp[place], some.work_s[place]
+    boundary_bytes, rate = some.boundary_bytes[place], stage_link(problem.pools, some.order, place, some.stages[place])
 
     def needed(nodes: Floats | float) -> Floats:
         """Return the number of groups needed if a stage spans `nodes` nodes. A stage on more nodes sends its
         activations faster to the next stage."""
-        left = pace - part.boundary_bytes / nodes / rate
-        return np.where(left > 0, np.ceil(part.work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
+        left = pace - boundary_bytes / nodes / rate
+        return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
     need = np.maximum(groups, needed(len(sizes)))
     for _ in range(PASSES):  # each pass adds either groups on the same nodes or one node
-        nodes = np.maximum(1.0, np.ceil(part.tp * np.minimum(need, 1e9) / max(sizes)))
-        need = np.maximum(need, np.minimum(needed(nodes), nodes * max(sizes) // part.tp + 1))
+        nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / max(sizes)))
+        need = np.maximum(need, np.minimum(needed(nodes), nodes * max(sizes) // tp + 1))
     return need
 
 
-def _tail_s(inputs: Inputs, problem: AssignmentProblem, parts: _Family, groups: Sequence[Floats]) -> Floats:
+def _tail_s(problem: AssignmentProblem, some: _Family, groups: Floats) -> Floats:
     """Return a lower bound on the gradient time of the slowest stage: the time of its layers, without embedding and
     output head."""
-    times = []
-    for part, own in zip(parts, groups, strict=True):
-        pool, dp = problem.pools.pools[part.pool], np.minimum(own, 1e9)
-        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), part.tp, dp)
-        times.append(np.maximum(part.layers - part.head_layers, 0.0) * terms.gradients_per_layer_s)
-    longest: Floats = np.max(times, axis=0)
+    per_layer_s = [
+        _terms(problem, k, tp, dp).gradients_per_layer_s
+        for k, tp, dp in zip(some.order, some.tp, np.minimum(groups, 1e9), strict=True)
+    ]
+    longest: Floats = np.max(np.maximum(some.layers - some.head_layers, 0.0) * np.stack(per_layer_s), axis=0)
     return longest
 
 
-def _holds(inputs: Inputs, problem: AssignmentProblem, parts: _Family) -> Bools:
+def _holds(problem: AssignmentProblem, some: _Family) -> Bools:
     """Return whether the layers fit into memory at the largest dp. The memory of the embedding counts only if the first
     pool has one stage, and that of the output head only if the last pool has one stage."""
-    fits = np.ones(len(parts[0].stages), dtype=bool)
-    depth = np.sum([part.stages for part in parts], axis=0)
-    in_flight = np.minimum(depth, microbatches(inputs.work, np.max([part.most for part in parts], axis=0)))
-    for place, part in enumerate(parts):
-        pool, alone = problem.pools.pools[part.pool], part.stages == 1
-        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), part.tp, part.most)
-        first, last = alone & (place == 0), alone & (place == len(parts) - 1)
-        most = most_layers(rank_phases(inputs.model, terms.rank, first, last, in_flight), pool.place.memory_limit_bytes)
-        fits &= part.layers - part.head_layers / part.stages <= most + 1e-6
+    inputs, last = problem.inputs, len(some.order) - 1
+    fits = np.ones(some.stages.shape[1], dtype=bool)
+    in_flight = np.minimum(some.stages.sum(axis=0), microbatches(inputs.work, some.most.max(axis=0)))
+    for place, k in enumerate(some.order):
+        stages, rank = some.stages[place], _terms(problem, k, some.tp[place], some.most[place]).rank
+        ends = (stages == 1) & (place == 0), (stages == 1) & (place == last)
+        limit = problem.pools.pools[k].place.memory_limit_bytes
+        most = most_layers(rank_phases(inputs.model, rank, *ends, in_flight), limit)
+        fits &= some.layers[place] - some.head_layers[place] / stages <= most + 1e-6
     return fits
 
 
+def _terms(problem: AssignmentProblem, k: int, tp: Ints, dp: Ints | Floats) -> StageTerms:
+    inputs, pool = problem.inputs, problem.pools.pools[k]
+    return stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
+
+
 def _realise(
-    inputs: Inputs,
     problem: AssignmentProblem,
     bound: RolloutBound,
     families: Sequence[_Family],
-    passing: Sequence[tuple[Ints, list[Ints]]],
+    passing: Sequence[tuple[Ints, Ints]],
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
@@ -299,15 +288,12 @@ def _realise(
     for family, (rows, groups) in zip(families, passing, strict=True):
         if not len(rows):
             continue
-        every = max(1, len(rows) * len(SPARE) ** len(family) // share)
-        parts, groups = [part.take(rows[::every]) for part in family], [own[::every] for own in groups]
-        for spare in product(SPARE, repeat=len(family)):
-            order = [part.pool for part in parts]
-            shapes = [
-                Shapes(part.stages, part.tp, np.minimum(own + more, part.most))
-                for part, own, more in zip(parts, groups, spare, strict=True)
-            ]
-            tables.append(evaluated(Pipelines(inputs.model, inputs.work, problem.pools, order, shapes)))
-    richer = with_table(inputs, problem, TrainTable.joined(tables, is_complete=True))
+        every = max(1, len(rows) * len(SPARE) ** len(groups) // share)
+        some, least = family.take(rows[::every]), groups[:, ::every]
+        for spare in product(SPARE, repeat=len(groups)):
+            dp = np.minimum(least + np.array(spare)[:, None], some.most)
+            shapes = [Shapes(*each) for each in zip(some.stages, some.tp, dp, strict=True)]
+            tables.append(evaluated(Pipelines(problem.inputs, problem.pools, some.order, shapes)))
+    richer = with_table(problem, TrainTable.joined(tables, is_complete=True))
     found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
     return None if found is None else (richer, found)

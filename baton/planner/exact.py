@@ -107,7 +107,7 @@ def _try(
     table, step = problem.table, problem.step
     train_s = float(table.time_s[row])
     left = program.left(row)
-    allowed = (problem.sync_s[row] <= sync_s * (1 + CLOSE)).tolist()
+    allowed = tuple((problem.sync_s[row] <= sync_s * (1 + CLOSE)).tolist())
     if np.isfinite(step_s):
         budget = step.rollout_budget_s(step_s * (1 - CLOSE), sync_s, train_s)
         if budget < 0:

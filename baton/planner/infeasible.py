@@ -14,16 +14,16 @@ from baton.cost.memory import KEPT_CONTEXTS, SLOT_MULTIPLE, rank_phases, stage_b
 from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
-from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
+from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, Inputs, tensor_widths
 from baton.planner.training_shapes import trained_widths
 from baton.specs.cluster import GB
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 
-def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
+def refuse_without_columns(inputs: Inputs, pools: Pools) -> NoReturn:
     """Raise the UserError for a model that does not fit into the memory of any pool with any replica shape."""
-    lines = []
+    model, work, lines = inputs.model, inputs.work, []
     for pool in pools.pools:
         needs = []
         for tp, pp in product(tensor_widths(model, pool), REPLICA_STAGES):
@@ -45,9 +45,10 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
     )
 
 
-def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools, *, may_mix: bool = False) -> NoReturn:
+def refuse_without_shapes(inputs: Inputs, pools: Pools, *, may_mix: bool = False) -> NoReturn:
     """Raise the UserError for a model that does not fit into the memory of any pool with any training shape. `may_mix`:
     True if mixed stages were not tried, so that one of them may still fit."""
+    model, work = inputs.model, inputs.work
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     also = ". --mixed-stages also tries stages on two GPU types" if may_mix else ""
     raise UserError(
@@ -78,7 +79,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     )
 
 
-def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload) -> NoReturn:
+def refuse_division(problem: AssignmentProblem) -> NoReturn:
     """Raise the UserError for the first cause that applies: the staleness bound is too strict, no training shape fits,
     or trainer and rollout fit only separately."""
     table, pools = problem.table, problem.pools.pools
@@ -89,14 +90,14 @@ def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload
             f"but the smallest replica runs {smallest}. A larger batch or a larger max_staleness would help"
         )
     if not len(table):
-        refuse_without_shapes(model, work, problem.pools)
+        refuse_without_shapes(problem.inputs, problem.pools)
     gpus = table.gpus.sum(axis=1)
     row = int(np.argmin(gpus))
     shape = ", ".join(f"{count} {pool.name}" for count, pool in zip(table.gpus[row], pools, strict=True) if count)
     replica = min(problem.columns, key=lambda column: column.num_gpus)
     total = sum(pool.num_gpus for pool in pools)
     raise UserError(
-        f"infeasible: number of GPUs. The smallest training shape of {model.name} takes {shape}, the smallest replica "
-        f"{replica.num_gpus} {pools[replica.pool].name}, and they do not fit side by side into {total} GPUs. "
-        "More GPUs would help"
+        f"infeasible: number of GPUs. The smallest training shape of {problem.inputs.model.name} takes {shape}, the "
+        f"smallest replica {replica.num_gpus} {pools[replica.pool].name}, and they do not fit side by side into "
+        f"{total} GPUs. More GPUs would help"
     )

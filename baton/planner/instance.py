@@ -7,7 +7,6 @@ from itertools import product
 import msgspec
 import numpy as np
 
-from baton.cost.efficiency import Efficiencies, RatesSettings
 from baton.cost.generate import ReplicaCost
 from baton.cost.train import compute_s
 from baton.errors import UserError
@@ -17,6 +16,7 @@ from baton.planner.pools import GpuPool, Pools, View, are_alike, make_pools
 from baton.planner.problem import (
     AssignmentProblem,
     Floats,
+    Inputs,
     ReplicaShape,
     TrainTable,
     make_step,
@@ -24,27 +24,6 @@ from baton.planner.problem import (
     sync_table,
 )
 from baton.planner.training_shapes import MAX_SHAPES, mixed_orders, train_table
-from baton.specs.cluster import Cluster
-from baton.specs.model import ModelSpec
-from baton.specs.workload import Workload
-
-
-class Inputs(msgspec.Struct, frozen=True):
-    """The cluster, model and workload to plan."""
-
-    cluster: Cluster
-    model: ModelSpec
-    work: Workload
-    efficiencies: Efficiencies = Efficiencies()
-    rates: RatesSettings | None = None
-    """Measured rates; they replace the cost model."""
-    cross_types: bool = True
-    """Whether a training pipeline may span GPU types."""
-    mixed_stages: bool = False
-    """Whether the ranks of one training stage may be on two GPU types."""
-
-    def on(self, cluster: Cluster) -> Inputs:
-        return msgspec.structs.replace(self, cluster=cluster)
 
 
 def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
@@ -64,20 +43,20 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     """Return the problem under the cost model, without mixed stages. Its table of training shapes is empty if only a
     mixed stage may fit into memory."""
     model, work = inputs.model, inputs.work
-    columns = replica_columns(model, work, pools)
-    table = train_table(model, work, pools, cross_types=inputs.cross_types)
+    columns, table = replica_columns(inputs, pools), train_table(inputs, pools)
     if not columns:
-        refuse_without_columns(model, work, pools)
+        refuse_without_columns(inputs, pools)
     if not len(table) and not mixed_pools(inputs, pools):
         others = msgspec.structs.replace(inputs, mixed_stages=not inputs.mixed_stages)
-        refuse_without_shapes(model, work, pools, may_mix=bool(mixed_pools(others, pools)))
+        refuse_without_shapes(inputs, pools, may_mix=bool(mixed_pools(others, pools)))
     fastest = min(pool.place.efficiency.between_steps_s for pool in pools.pools)
     size = model.params * work.weight_bytes
     return AssignmentProblem(
+        inputs=inputs,
         pools=pools,
         columns=columns,
         table=table,
-        sync_s=sync_table(model, work, pools, table.shares),
+        sync_s=sync_table(inputs, pools, table.shares),
         step=make_step(work),
         train_rate_bound=1 / np.array([compute_s(model, work, pool.place, 1) for pool in pools.pools]),
         sync_bound_s=fastest + size / float(pools.publish_bytes_per_s.max()),
@@ -90,9 +69,9 @@ def mixed_pools(inputs: Inputs, pools: Pools) -> list[list[int]]:
     return mixed_orders(pools) if inputs.mixed_stages and is_possible else []
 
 
-def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
+def with_table(problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
     """Return the problem with the training shapes of `table`."""
-    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
+    sync_s = sync_table(problem.inputs, problem.pools, table.shares)
     return msgspec.structs.replace(problem, table=table, sync_s=sync_s)
 
 
@@ -125,6 +104,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     sync = np.max(np.where(table.gpus[:, :, None] > 0, between[None], 0.0), axis=1)
     step = msgspec.structs.replace(make_step(work), max_running=np.inf)
     return AssignmentProblem(
+        inputs=inputs,
         pools=pools,
         columns=columns,
         table=table,

@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.errors import UserError
+from baton.planner.problem import Floats
 
-Floats = NDArray[np.float64]
 TIME_LIMIT_S = 20.0
 
 

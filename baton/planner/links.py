@@ -16,16 +16,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from baton.planner.assign import GpuAssignment
+from baton.planner.assign import GpuAssignment, Part
 from baton.planner.pools import Pools
 from baton.planner.problem import Floats, Ints
 from baton.specs.cluster import Cluster
-
-Part = tuple[int, tuple[str, ...]]
-"""Pool and GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a replica.
-The GPUs of a stage are in the order of its ranks."""
 
 POWER = 16
 """Exponent in the cost of a link (`_slowness`). Swaps of machines reduce the sum of the costs. With a high exponent,
@@ -52,45 +47,40 @@ class _UsedLinks(msgspec.Struct, frozen=True):
     """Pool → machines with engines."""
 
 
-def parts_of(assigned: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[list[Part], list[Part]]:
-    """Return the stages and the replicas of an assignment."""
-    stages = [(k, tuple(gpu for group in groups for gpu in group)) for k, groups in assigned.stages]
-    return stages, [(pools_of_columns[column], gpus) for column, gpus in assigned.replicas]
+def parts_of(assigned: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[Sequence[Part], Sequence[Part]]:
+    """Return the stages and the replicas of an assignment, each with its pool."""
+    return assigned.stages, [(pools_of_columns[column], gpus) for column, gpus in assigned.replicas]
 
 
 def used_pools(
     cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool = False
 ) -> Pools:
-    """Return all pools. Their bandwidths are those of the slowest links that these stages and replicas use.
-    `is_mixed`: whether the stages are the parts of one mixed stage."""
+    """Return all pools. Their bandwidths are those of the slowest links that these stages and replicas use, each given
+    with its pool. `is_mixed`: whether the stages are the parts of one mixed stage."""
     used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
-    between = [list(row) for row in pools.bytes_per_s]
-    within: dict[int, float] = {}
-    slowest: dict[tuple[int, int], float] = {}
+    within = [np.inf] * len(pools.pools)
+    between = np.full((len(pools.pools), len(pools.pools)), np.inf)
     for a, b in np.concatenate([used.ring, used.boundary]).tolist():
         k, other, rate = owner[a], owner[b], float(rates[a, b])
         if k == other:
-            within[k] = min(within.get(k, np.inf), rate)
+            within[k] = min(within[k], rate)
         else:
-            slowest[k, other] = slowest[other, k] = min(slowest.get((k, other), np.inf), rate)
+            between[k, other] = between[other, k] = min(between[k, other], rate)
     for k, training in used.training.items():
         for other, engines in used.engines.items():
-            arrival = float(rates[np.ix_(training, engines)].max(axis=0).min())
-            if np.isfinite(arrival):
-                slowest[k, other] = min(slowest.get((k, other), np.inf), arrival)
-    for (k, other), rate in slowest.items():
-        between[k][other] = rate
+            between[k, other] = min(between[k, other], rates[np.ix_(training, engines)].max(axis=0).min())
+    between = np.where(np.isfinite(between), between, pools.bytes_per_s)
     named = {gpu.rpartition(":")[0] for _, gpus in [*stages, *replicas] for gpu in gpus}
     found = []
     for k, pool in enumerate(pools.pools):
         own = [cluster.nodes[n].link_bytes_per_s for n in pool.nodes if cluster.nodes[n].name in named]
         link = min(own, default=pool.place.link_bytes_per_s)
-        inter = within.get(k, pool.place.inter_bytes_per_s)
+        inter = within[k] if np.isfinite(within[k]) else pool.place.inter_bytes_per_s
         place = msgspec.structs.replace(pool.place, inter_bytes_per_s=inter, link_bytes_per_s=link)
         found.append(msgspec.structs.replace(pool, place=place))
-    return Pools(tuple(found), tuple(map(tuple, between)), pools.view)
+    return Pools(tuple(found), tuple(map(tuple, between.tolist())), pools.view)
 
 
 def faster_assignments(
@@ -108,8 +98,10 @@ def faster_assignments(
             name, _, index = gpu.rpartition(":")
             return f"{now[name]}:{index}"
 
-        stages = tuple((k, tuple(tuple(map(moved, group)) for group in groups)) for k, groups in assigned.stages)
-        replicas = tuple((column, tuple(map(moved, gpus))) for column, gpus in assigned.replicas)
+        stages, replicas = (
+            tuple((number, tuple(map(moved, gpus))) for number, gpus in parts)
+            for parts in (assigned.stages, assigned.replicas)
+        )
         idle = tuple((k, moved(gpu)) for k, gpu in assigned.idle)
         found.append(GpuAssignment(stages, replicas, idle, assigned.is_mixed))
     return found
@@ -161,7 +153,7 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
     the total cost, the step makes this swap. Otherwise it continues with the next machine. The search ends when no swap
     reduces the total cost.
     """
-    slowness: NDArray[np.float64] = _slowness(cluster, pools)
+    slowness = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])
     weights = np.repeat(emphasis, [len(used.ring), len(used.boundary)])
     routes = [(training, engines) for training in used.training.values() for engines in used.engines.values()]
@@ -210,5 +202,4 @@ def _slowness(cluster: Cluster, pools: Pools) -> Floats:
             block = np.ix_(mine.nodes, theirs.nodes)
             finite = rates[block][np.isfinite(rates[block])]
             fastest[block] = finite.max(initial=1.0)
-    found: Floats = (fastest / rates) ** POWER
-    return found
+    return (fastest / rates) ** POWER

@@ -17,18 +17,18 @@ import numpy as np
 
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
-from baton.planner.instance import Inputs, mixed_pools, with_table
+from baton.planner.instance import mixed_pools, with_table
 from baton.planner.problem import AssignmentProblem, Ints, TrainTable
 from baton.planner.training_shapes import MAX_MIXED, mixed_rows
 
 
 def with_mixed_stages(
-    inputs: Inputs, problem: AssignmentProblem, best: Solution | None, bound: RolloutBound, *, time_limit_s: float
+    problem: AssignmentProblem, best: Solution | None, bound: RolloutBound, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution | None]:
     """Return the given solution or a better solution with a mixed stage. The returned bound covers all mixed stages.
     `Solution.row` is an index into the table of the returned problem. `bound`: the `RolloutBound` of the problem."""
     ceiling_s = np.inf if best is None else best.step_s
-    pairs = list(_pairs(inputs, problem, bound, ceiling_s))
+    pairs = list(_pairs(problem, bound, ceiling_s))
     count = sum(len(first) for _, first, _ in pairs)
     if not count:
         return problem, best
@@ -36,12 +36,12 @@ def with_mixed_stages(
     tables = [
         table
         for order, first, second in pairs
-        for table in mixed_rows(inputs.model, inputs.work, problem.pools, order, first[::every], second[::every])
+        for table in mixed_rows(problem.inputs, problem.pools, order, first[::every], second[::every])
     ]
     is_complete = every == 1 and (best is not None or problem.table.is_complete)
     table = TrainTable.joined(tables, is_complete=is_complete)
     table = table.take(problem.sync_bound_s + table.time_s < ceiling_s)
-    richer = with_table(inputs, problem, table)
+    richer = with_table(problem, table)
     found, bound_s = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
     if best is None:
         return richer, found
@@ -51,13 +51,11 @@ def with_mixed_stages(
     return richer, msgspec.structs.replace(found, bound_s=bound_s)
 
 
-def _pairs(
-    inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float
-) -> Iterator[tuple[list[int], Ints, Ints]]:
+def _pairs(problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float) -> Iterator[tuple[list[int], Ints, Ints]]:
     """Yield (pools, first, second): two pools in the order of a pipeline, and the numbers of ranks on the first and the
     second pool. With these numbers of ranks, a step may be shorter than `ceiling_s`."""
     pools, step = problem.pools.pools, problem.step
-    orders = mixed_pools(inputs, problem.pools)
+    orders = mixed_pools(problem.inputs, problem.pools)
     if not orders:
         return
     overhead_s = max(pool.place.efficiency.train_overhead_s for pool in pools)
@@ -74,7 +72,7 @@ def _pairs(
         first, second = (np.arange(1, pools[k].num_gpus + 1) for k in order)
         first, second = first[:, None], second[None, :]
         keeps = (first * rate[order[0]] + second * rate[order[1]]) * train_s >= 1
-        keeps &= first + second <= inputs.work.num_trajectories
+        keeps &= first + second <= problem.inputs.work.num_trajectories
         for work, gated in bound.work(min(rollout_s, bound.times[-1])):
             room = work @ capacity + gated - bound.tokens
             keeps &= first * work[order[0]] + second * work[order[1]] <= room

@@ -13,72 +13,63 @@ from baton.cost.train import in_flight, rank_of, rank_speeds, stage_terms
 from baton.planner.assign import GpuAssignment, assign
 from baton.planner.exact import Solution
 from baton.planner.exact import solution as selected
-from baton.planner.instance import Inputs
 from baton.planner.links import faster_assignments, parts_of, used_pools
 from baton.planner.pools import Pools
-from baton.planner.problem import AssignmentProblem, Floats, TrainTable, replica_columns, sync_table
+from baton.planner.problem import AssignmentProblem, Floats, replica_columns, sync_table
 from baton.planner.replicas import rounded_shares
 from baton.planner.training_shapes import LayerBalance, Pipelines, Shapes, balanced, evaluated
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica, Stage, Training
+from baton.specs.workload import Workload
 
 
-def describe(
-    inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: Mapping[str, str] = {}
-) -> Plan:
+def describe(problem: AssignmentProblem, solution: Solution, method: str, prefer: Mapping[str, str] = {}) -> Plan:
     """Return the plan of a solution. `prefer`: current role of each GPU; a GPU keeps its role if possible.
 
     If machines of one GPU type have different links, the plan's times are computed with the links that the plan uses.
     Without `prefer`, machines of one GPU type are also swapped so that the plan uses faster links."""
-    assigned = assign(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
-    if problem.pools.view == "alike" or inputs.rates is not None:
-        return describe_assigned(inputs, problem, solution, method, assigned, assigned)
-    columns = [column.pool for column in problem.columns]
-    tried = [assigned] if prefer else [assigned, *faster_assignments(inputs.cluster, problem.pools, assigned, columns)]
+    assigned = assign(problem, solution.row, solution.rollout.counts, prefer)
+    if problem.pools.view == "alike" or problem.inputs.rates is not None:
+        return describe_assigned(problem, solution, method, assigned)
+    cluster, columns = problem.inputs.cluster, [column.pool for column in problem.columns]
+    tried = [assigned] if prefer else [assigned, *faster_assignments(cluster, problem.pools, assigned, columns)]
     plans = []
     for each in tried:
-        pools = used_pools(inputs.cluster, problem.pools, *parts_of(each, columns), is_mixed=each.is_mixed)
-        own, found = _on_pools(inputs, problem, solution, pools)
-        plans.append(describe_assigned(inputs, own, found, method, each, each))
+        pools = used_pools(cluster, problem.pools, *parts_of(each, columns), is_mixed=each.is_mixed)
+        own, found = _on_pools(problem, solution, pools)
+        plans.append(describe_assigned(own, found, method, each))
     return min(plans, key=lambda plan: plan.breakdown.step_s)
 
 
-def _on_pools(
-    inputs: Inputs, problem: AssignmentProblem, solution: Solution, pools: Pools
-) -> tuple[AssignmentProblem, Solution]:
+def _on_pools(problem: AssignmentProblem, solution: Solution, pools: Pools) -> tuple[AssignmentProblem, Solution]:
     """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
     candidate. Also return the solution of this problem."""
-    model, work, only = inputs.model, inputs.work, evaluated(_pipeline(inputs, pools, problem.table, solution.row))
+    inputs, only = problem.inputs, evaluated(_pipeline(problem, solution.row, pools))
     own = msgspec.structs.replace(
         problem,
         pools=pools,
-        columns=replica_columns(model, work, pools),
+        columns=replica_columns(inputs, pools),
         table=only,
-        sync_s=sync_table(model, work, pools, only.shares),
+        sync_s=sync_table(inputs, pools, only.shares),
     )
     time_s = needed_s(own, solution.rollout.counts)
     found = selected(own, 0, msgspec.structs.replace(solution.rollout, time_s=time_s))
     return own, msgspec.structs.replace(found, bound_s=solution.bound_s)
 
 
-def _pipeline(inputs: Inputs, pools: Pools, table: TrainTable, row: int) -> Pipelines:
-    """Return the training shape in this table row as the only candidate."""
+def _pipeline(problem: AssignmentProblem, row: int, pools: Pools) -> Pipelines:
+    """Return the training shape in this table row as the only candidate, on `pools`."""
+    table = problem.table
     order = pools.pipeline_order(np.flatnonzero(table.stages[row]).tolist())
     parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
     size, is_mixed = int(table.shard_size[row]), bool(table.is_mixed[row])
-    return Pipelines(inputs.model, inputs.work, pools, order, parts, size, is_mixed)
+    return Pipelines(problem.inputs, pools, order, parts, size, is_mixed)
 
 
-def describe_assigned(
-    inputs: Inputs,
-    problem: AssignmentProblem,
-    solution: Solution,
-    method: str,
-    training_gpus: GpuAssignment,
-    assigned: GpuAssignment,
-) -> Plan:
+def describe_assigned(problem: AssignmentProblem, solution: Solution, method: str, assigned: GpuAssignment) -> Plan:
     """Return the plan of a solution with given GPUs for trainer and replicas."""
-    training = describe_training(inputs, problem, solution.row, training_gpus)
-    step = problem.step
+    inputs, step = problem.inputs, problem.step
+    training = describe_training(problem, solution.row, assigned)
     # the rollout time in the solution may be longer than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
     total = float(step.step_s(solution.sync_s, rollout_s, training.time_s))
@@ -89,9 +80,9 @@ def describe_assigned(
         reward_s=step.reward_s(rollout_s),
         train_s=training.time_s,
         overlaps=step.overlaps,
-        cycle_overhead_s=_cycle_overhead_s(inputs, problem, solution.row),
+        cycle_overhead_s=_cycle_overhead_s(problem, solution.row),
     )
-    replicas = describe_replicas(inputs, problem, assigned, max(rollout_s, step.scoring_s))
+    replicas = describe_replicas(problem, assigned, max(rollout_s, step.scoring_s))
     plan = Plan(
         cluster=inputs.cluster.name,
         model=inputs.model.name,
@@ -103,7 +94,7 @@ def describe_assigned(
         breakdown=breakdown,
         tokens_per_step=inputs.work.trained_tokens,
         max_staleness=inputs.work.max_staleness,
-        mean_staleness=mean_staleness(inputs, replicas, breakdown),
+        mean_staleness=mean_staleness(inputs.work, replicas, breakdown),
         price_per_h=inputs.cluster.price_per_h,
         currency=inputs.cluster.currency,
         bound=Bound.of(total, solution.bound_s),
@@ -113,8 +104,17 @@ def describe_assigned(
     return msgspec.structs.replace(plan, limits=tuple(limits(problem, plan)))
 
 
-def _cycle_overhead_s(inputs: Inputs, problem: AssignmentProblem, row: int) -> float:
-    if inputs.rates is not None:
+def with_others_idle(plan: Plan, cluster: Cluster, why: str) -> Plan:
+    """Return the plan of a part of the cluster as a plan of the whole cluster, in which the GPUs outside the plan are
+    idle for the reason `why`. The price includes them."""
+    named = {*plan.used_gpu_ids, *(gpu for idle in plan.idle for gpu in idle.gpu_ids)}
+    others = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in named)
+    idle = (*plan.idle, Idle(others, why)) if others else plan.idle
+    return msgspec.structs.replace(plan, idle=idle, price_per_h=cluster.price_per_h)
+
+
+def _cycle_overhead_s(problem: AssignmentProblem, row: int) -> float:
+    if problem.inputs.rates is not None:
         return 0.0
     trained = zip(problem.pools.pools, problem.table.stages[row].tolist(), strict=True)
     return max(pool.place.efficiency.cycle_overhead_s for pool, stages in trained if stages)
@@ -140,29 +140,29 @@ def filled_s(tokens: float, speed: Floats, pause: Floats) -> float:
         works &= ~late
 
 
-def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, assigned: GpuAssignment) -> Training:
+def describe_training(problem: AssignmentProblem, row: int, assigned: GpuAssignment) -> Training:
     """Return the training side of a plan."""
-    if inputs.rates is not None:
-        return _rated_training(inputs, problem, row, assigned)
-    table, pools, pipeline = problem.table, problem.pools, _pipeline(inputs, problem.pools, problem.table, row)
+    if problem.inputs.rates is not None:
+        return _rated_training(problem, row, assigned)
+    num_layers, table, pools = problem.inputs.model.num_layers, problem.table, problem.pools
+    pipeline = _pipeline(problem, row, pools)
     parts, is_mixed, balance = pipeline.shapes, pipeline.is_mixed, balanced(pipeline)
     shard_gradients, shard_size = bool(balance.shard_gradients[0]), int(balance.shard_size[0])
-    work = msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients, shard_size=shard_size)
-    inputs = msgspec.structs.replace(inputs, work=work)
+    work = msgspec.structs.replace(problem.inputs.work, shard_gradients=shard_gradients, shard_size=shard_size)
     speeds = rank_speeds(work, [pool.place for pool in pipeline.used]) if is_mixed else [1.0] * len(assigned.stages)
-    whole = [inputs.model.num_layers] * len(parts)
-    layers = whole if is_mixed else stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
+    whole = [num_layers] * len(parts)
+    layers = whole if is_mixed else stage_layers(num_layers, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0
-    for place, ((k, groups), count) in enumerate(zip(assigned.stages, layers, strict=True)):
+    for place, ((k, gpus), count) in enumerate(zip(assigned.stages, layers, strict=True)):
         tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
         stages.append(
             Stage(
                 gpu=pools.pools[k].gpu,
-                gpu_ids=tuple(gpu for group in groups for gpu in group),
+                gpu_ids=gpus,
                 dp=dp,
                 tp=tp,
                 layers=(first, first + count),
-                memory_bytes=_stage_memory(inputs, problem, row, k, count, place, len(layers)),
+                memory_bytes=_stage_memory(problem, work, row, k, count, place, len(layers)),
                 memory_limit_bytes=pools.pools[k].place.memory_limit_bytes,
                 speed=round(speeds[place], 4),
             )
@@ -183,9 +183,9 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, assi
     )
 
 
-def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
+def stage_layers(num_layers: int, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
     """Return the number of layers of each stage, in the order of the pipeline. If `balance` has more layers in total
-    than the model, the surplus is taken from the stages with the most layers."""
+    than the model (`num_layers`), the surplus is taken from the stages with the most layers."""
     found: list[int] = []
     for place, count in enumerate(stages):
         first, between, last = (int(each[0]) for each in balance.stage_layers[place])
@@ -195,47 +195,44 @@ def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -
         if place == len(stages) - 1:
             own[-1] = last
         found += own
-    for _ in range(sum(found) - inputs.model.num_layers):
+    for _ in range(sum(found) - num_layers):
         fullest = max(range(len(found)), key=lambda k: (found[k], k))
         found[fullest] -= 1
     return found
 
 
 def _stage_memory(
-    inputs: Inputs, problem: AssignmentProblem, row: int, k: int, layers: int, place: int, depth: int
+    problem: AssignmentProblem, work: Workload, row: int, k: int, layers: int, place: int, depth: int
 ) -> float:
-    pool, table = problem.pools.pools[k], problem.table
-    if table.is_mixed[row]:
-        place, depth = 0, 1
-    tp, dp = int(table.tp[row, k]), table.data_ranks(row, k)
+    model, pool, table = problem.inputs.model, problem.pools.pools[k], problem.table
+    tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+    if table.is_mixed[row]:  # one stage, with the ranks of all its pools
+        place, depth, dp = 0, 1, int(table.dp[row].sum())
     widest = int(table.dp[row].max())
-    terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
-    rank = rank_of(inputs.work, terms.rank, depth, tp * dp)
-    kept = in_flight(inputs.work, depth, widest)
-    phases = rank_phases(inputs.model, rank, place == 0, place == depth - 1, kept)
+    terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
+    rank = rank_of(work, terms.rank, depth, tp * dp)
+    kept = in_flight(work, depth, widest)
+    phases = rank_phases(model, rank, place == 0, place == depth - 1, kept)
     return float(stage_bytes(phases, layers))
 
 
-def _rated_training(inputs: Inputs, problem: AssignmentProblem, row: int, assigned: GpuAssignment) -> Training:
+def _rated_training(problem: AssignmentProblem, row: int, assigned: GpuAssignment) -> Training:
     table, time_s = problem.table, float(problem.table.time_s[row])
-    counts = rounded_shares([float(table.shares[row, k]) for k, _ in assigned.stages], inputs.model.num_layers)
+    counts = rounded_shares([float(table.shares[row, k]) for k, _ in assigned.stages], problem.inputs.model.num_layers)
     stages, first = [], 0
-    for (k, groups), count in zip(assigned.stages, counts, strict=True):
-        gpus = tuple(gpu for group in groups for gpu in group)
+    for (k, gpus), count in zip(assigned.stages, counts, strict=True):
         limit = problem.pools.pools[k].place.memory_limit_bytes
         stages.append(Stage(problem.pools.pools[k].gpu, gpus, len(gpus), 1, (first, first + count), 0.0, limit))
         first += count
     return Training(tuple(stages), 1, time_s, time_s, 0.0, 0.0, 0.0)
 
 
-def describe_replicas(
-    inputs: Inputs, problem: AssignmentProblem, assigned: GpuAssignment, time_s: float
-) -> tuple[Replica, ...]:
+def describe_replicas(problem: AssignmentProblem, assigned: GpuAssignment, time_s: float) -> tuple[Replica, ...]:
     """Return the rollout side of a plan."""
     works = [problem.columns[index].work(time_s) for index, _ in assigned.replicas]
     total = sum(works)
     shares = [work / total for work in works]
-    trajectories = rounded_shares(shares, inputs.work.num_trajectories)
+    trajectories = rounded_shares(shares, problem.inputs.work.num_trajectories)
     found = []
     for (index, gpus), share, count in zip(assigned.replicas, shares, trajectories, strict=True):
         column = problem.columns[index]
@@ -275,7 +272,7 @@ def _idle(problem: AssignmentProblem, assigned: GpuAssignment, breakdown: Breakd
     return tuple(Idle(tuple(gpus), why) for why, gpus in found.items())
 
 
-def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
+def mean_staleness(work: Workload, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
     """Estimate how many versions the trainer publishes from the sampling of a trajectory's first token until the
     trajectory is trained (Little's law).
 
@@ -283,7 +280,6 @@ def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Break
     Otherwise the estimate is the number of running trajectories divided by the number of trajectories in a batch, plus
     half a step for the time in the buffer.
     """
-    work = inputs.work
     if not breakdown.overlaps:
         return 0.0
     if breakdown.train_s >= breakdown.rollout_s + breakdown.reward_s:

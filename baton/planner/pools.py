@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import DeviceClass
-from baton.specs.cluster import Cluster, Node
+from baton.specs.cluster import Cluster
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
@@ -123,9 +123,8 @@ def _alike(cluster: Cluster) -> list[list[int]]:
 
 
 def _is_twin(cluster: Cluster, a: int, b: int) -> bool:
-    def kind(node: Node) -> tuple[str, float]:
-        return node.gpu.name, node.link_bytes_per_s
-
-    first, second = cluster.bytes_per_s[a], cluster.bytes_per_s[b]
-    others = (place for place in range(len(cluster.nodes)) if place not in (a, b))
-    return kind(cluster.nodes[a]) == kind(cluster.nodes[b]) and all(first[k] == second[k] for k in others)
+    one, other = cluster.nodes[a], cluster.nodes[b]
+    if (one.gpu.name, one.link_bytes_per_s) != (other.gpu.name, other.link_bytes_per_s):
+        return False
+    rates = enumerate(zip(cluster.bytes_per_s[a], cluster.bytes_per_s[b], strict=True))
+    return all(first == second for place, (first, second) in rates if place not in (a, b))

@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.cost.efficiency import Efficiencies, RatesSettings
 from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
 from baton.cost.memory import Array
 from baton.cost.train import publish_s
 from baton.planner.pools import GpuPool, Pools
+from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -21,6 +23,24 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 REPLICA_STAGES = (1, 2, 4)
 """Pipeline depths of a replica."""
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """The cluster, model and workload to plan."""
+
+    cluster: Cluster
+    model: ModelSpec
+    work: Workload
+    efficiencies: Efficiencies = Efficiencies()
+    rates: RatesSettings | None = None
+    """Measured rates; they replace the cost model."""
+    cross_types: bool = True
+    """Whether a training pipeline may span GPU types."""
+    mixed_stages: bool = False
+    """Whether the ranks of one training stage may be on two GPU types."""
+
+    def on(self, cluster: Cluster) -> Inputs:
+        return msgspec.structs.replace(self, cluster=cluster)
 
 
 class ReplicaShape(msgspec.Struct, frozen=True):
@@ -68,12 +88,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     def groups(self) -> Ints:
         """[candidates, pools] number of GPUs that must be on one machine together: a tensor-parallel group, or a copy
         of the stage."""
-        found: Ints = np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
-        return found
-
-    def data_ranks(self, row: int, pool: int) -> int:
-        """Return the data-parallel width of a stage on a pool; a mixed stage counts the ranks of all its pools."""
-        return int(self.dp[row].sum() if self.is_mixed[row] else self.dp[row, pool])
+        return np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
 
     def __len__(self) -> int:
         return len(self.time_s)
@@ -127,6 +142,7 @@ class StepModel(msgspec.Struct, frozen=True):
 class AssignmentProblem(msgspec.Struct, frozen=True):
     """One instance of the planner's optimisation problem."""
 
+    inputs: Inputs
     pools: Pools
     columns: tuple[ReplicaShape, ...]
     table: TrainTable
@@ -140,9 +156,9 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     """Lower bound on the publication time."""
 
 
-def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[ReplicaShape, ...]:
+def replica_columns(inputs: Inputs, pools: Pools) -> tuple[ReplicaShape, ...]:
     """Return every replica shape that fits, with its largest batch and with 1/2, 1/4, … of this batch."""
-    found = []
+    model, work, found = inputs.model, inputs.work, []
     for index, pool in enumerate(pools.pools):
         for tp in tensor_widths(model, pool):
             for pp in REPLICA_STAGES:
@@ -174,8 +190,8 @@ def make_step(work: Workload) -> StepModel:
     )
 
 
-def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
+def sync_table(inputs: Inputs, pools: Pools, shares: Floats) -> Floats:
     """Return the times [candidates, pools] from the end of a train step until engines serve the new version. `shares`
     [candidates, pools]: share of the weights that a pool trains."""
     latency = np.array([pool.place.efficiency.between_steps_s for pool in pools.pools])
-    return publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
+    return publish_s(inputs.model, inputs.work, shares, pools.publish_bytes_per_s, latency)

@@ -138,6 +138,5 @@ def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train
         _, rest = _divided(pool, int(train[k]))
         left += [rest.capacity(level) for level in pool.levels]
     row = int(fits[np.argmin(problem.table.time_s[fits])])
-    everywhere = [True] * len(problem.pools.pools)
-    rollout = program.fastest(tuple(left), everywhere, problem.step.scoring_s)
+    rollout = program.fastest(tuple(left), (True,) * len(problem.pools.pools), problem.step.scoring_s)
     return None if rollout is None else solution(problem, row, rollout)

@@ -18,8 +18,8 @@ from pydantic import Field
 from baton.clock import time_left
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, serial_bound_s
-from baton.planner.instance import Inputs, make_problem
-from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints
+from baton.planner.instance import make_problem
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Inputs, Ints
 from baton.planner.reward_stage import plan_with_reward
 from baton.planner.what_if import PricePoint
 from baton.settings import Settings
@@ -89,7 +89,6 @@ class RentalChoice(msgspec.Struct, frozen=True):
 
 class _Market(msgspec.Struct, frozen=True):
     offers: OffersSettings
-    inputs: Inputs
     problem: AssignmentProblem
     """The planner's problem for a cluster of all offers, from which the bounds are computed."""
     bound: RolloutBound
@@ -208,7 +207,7 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int]) -> _Mar
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))
     pools = problem.pools.pools
     gpus = np.array([[offer.gpus * (pool.gpu == offer.gpu) for pool in pools] for offer in offers.offers], dtype=float)
-    return _Market(offers, inputs, problem, RolloutBound(problem), gpus)
+    return _Market(offers, problem, RolloutBound(problem), gpus)
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> Bools:
@@ -247,7 +246,7 @@ def _bounds_s(market: _Market, choices: Ints) -> Floats:
 def _planned(market: _Market, counts: Sequence[int]) -> tuple[tuple[int, ...], Plan, Inputs, Inputs] | None:
     """Plan a cluster with these numbers of machines. Return the first fields of its `RentalChoice`, or None if there is
     no plan."""
-    asked = market.inputs.on(market.offers.cluster_settings(counts).build())
+    asked = market.problem.inputs.on(market.offers.cluster_settings(counts).build())
     try:
         plan, rest = plan_with_reward(asked, time_limit_s=10.0)
     except UserError:

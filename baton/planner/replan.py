@@ -17,9 +17,9 @@ import numpy as np
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.exact import Solution, solution, solve_exact
-from baton.planner.instance import Inputs, make_problem, with_table
+from baton.planner.instance import make_problem, with_table
 from baton.planner.plan_from_solution import describe
-from baton.planner.problem import AssignmentProblem, Ints, TrainTable
+from baton.planner.problem import AssignmentProblem, Inputs, Ints, TrainTable
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.reward_stage import stage_choices
 from baton.planner.solve import restricted, solve
@@ -87,20 +87,21 @@ def replan(
 ) -> Replanned:
     """Plan the current cluster, as the module describes. `stage`: the reward stage of the plans. `inputs`: the cluster
     without the GPUs of the reward stage, and a workload with the scoring time of this stage."""
-    problem = _with_mixed_stage(inputs, make_problem(inputs), running)
+    problem = _with_mixed_stage(make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
     before = jobs(running)
     prefer = {gpu: job.split()[0] for gpu, job in before.items()}
     program = RolloutProgram(problem)
     kept = _surviving(problem, running, there)
     row = _same_shape(problem, running, there)
-    ways: list[tuple[str, AssignmentProblem, Solution | None]] = []
-    richer, anew = solve(inputs, problem, "exact", time_limit_s)
-    ways.append(("everything new", richer, anew))
+    richer, anew = solve(problem, "exact", time_limit_s)
+    ways: list[tuple[str, AssignmentProblem, Solution | None]] = [("everything new", richer, anew)]
     if row is not None:
         narrowed = _only(problem, row)
-        ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]))
-        ways.append(("training and replicas kept", problem, _filled(problem, program, row, kept)))
+        ways += [
+            ("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]),
+            ("training and replicas kept", problem, _filled(problem, program, row, kept)),
+        ]
     else:
         ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
     least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem)
@@ -110,10 +111,12 @@ def replan(
     for name, of, found in ways:
         if found is None:
             continue
-        plan = describe(inputs, of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
+        plan = describe(of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
         bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
         plan = msgspec.structs.replace(plan, bound=bound, reward=stage)
-        options.append(ReplanOption(name + suffix, plan, inputs, moved(before, jobs(plan), whole)))
+        after = jobs(plan)
+        moved = tuple(sorted(gpu for gpu in whole & set(before) if before[gpu] != after[gpu]))
+        options.append(ReplanOption(name + suffix, plan, inputs, moved))
     lost, added = tuple(sorted(set(before) - whole)), tuple(sorted(whole - set(before)))
     return Replanned(least_moves(options, slack), tuple(options), lost, added)
 
@@ -138,11 +141,6 @@ def jobs(plan: Plan) -> dict[str, str]:
     return found
 
 
-def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
-    """Return the GPUs in `there` whose job in the new plan differs from their job in the running plan."""
-    return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
-
-
 def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:
     found = [k for k, pool in enumerate(problem.pools.pools) if pool.gpu == gpu]
     return found[0] if len(found) == 1 else None
@@ -160,7 +158,7 @@ def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> li
     return counts
 
 
-def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan) -> AssignmentProblem:
+def _with_mixed_stage(problem: AssignmentProblem, running: Plan) -> AssignmentProblem:
     """Add the mixed stage of the running plan to the problem, because problems are made without mixed stages."""
     parts = {_pool_of(problem, stage.gpu): stage for stage in running.training.stages}
     pools = problem.pools.pools
@@ -171,9 +169,9 @@ def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan)
     order = problem.pools.pipeline_order(k for k in parts if k is not None)
     shapes = [Shapes.of(1, 1, parts[k].dp) for k in order]
     size = running.training.shard_size
-    mixed = Pipelines(inputs.model, inputs.work, problem.pools, order, shapes, size, is_mixed=True)
+    mixed = Pipelines(problem.inputs, problem.pools, order, shapes, size, is_mixed=True)
     table = TrainTable.joined([problem.table, evaluated(mixed)], is_complete=problem.table.is_complete)
-    return with_table(inputs, problem, table)
+    return with_table(problem, table)
 
 
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
@@ -214,7 +212,7 @@ def _beside(
         return None
     narrowed = msgspec.structs.replace(problem.step, max_running=problem.step.max_running - running)
     filler = RolloutProgram(msgspec.structs.replace(problem, step=narrowed))
-    everywhere = [True] * len(problem.pools.pools)
+    everywhere = (True,) * len(problem.pools.pools)
     tokens = problem.step.output_tokens
 
     def reached(time_s: float) -> tuple[bool, list[int]]:

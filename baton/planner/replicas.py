@@ -10,12 +10,13 @@ finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens; each iteration solve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
 
 from baton.planner.integer import IntegerSolution, maximise
-from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints, ReplicaShape
+from baton.planner.problem import AssignmentProblem, Bools, Floats, Ints
 
 CLOSE = 1e-9
 """Relative difference below which two times count as equal."""
@@ -44,9 +45,10 @@ class RolloutProgram:
         self._batch = np.array([float(column.cost.batch) for column in problem.columns])
         self._gpus = np.array([column.num_gpus for column in problem.columns], dtype=float)
         self._pool = np.array([column.pool for column in problem.columns], dtype=int)
-        self._matrix = np.array([[_used(c, pool, level) for c in problem.columns] for pool, level in self._rows])
-        self._best: dict[tuple[object, ...], RolloutAllocation | None] = {}
-        self._most: dict[tuple[object, ...], IntegerSolution] = {}
+        pools, levels = np.array(self._rows).T[:, :, None]
+        self._matrix = np.where((self._pool == pools) & (self._gpus >= levels), self._gpus, 0.0)
+        """[rows, columns] number of GPUs of a replica that count for this pool and level."""
+        self.fastest, self.reaches = cache(self._fastest), cache(self._reaches)
 
     def left(self, row: int | None) -> tuple[int, ...]:
         """Return how many GPUs the training shape in this table row leaves; without a row, how many there are. The
@@ -63,22 +65,10 @@ class RolloutProgram:
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
-    def reaches(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> IntegerSolution:
-        """Return the replicas that generate the most tokens within `time_s`."""
-        key = (left, tuple(allowed), time_s)
-        if key not in self._most:
-            self._most[key] = self._solve(left, allowed, time_s)
-        return self._most[key]
-
-    def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
-        """Return the replicas that generate a step's tokens in the shortest time, or None if no replica fits. `least_s`
-        is the shortest useful rollout time: shorter rollouts are impossible or do not shorten the step."""
-        key = (left, tuple(allowed), least_s)
-        if key not in self._best:
-            self._best[key] = self._newton(left, allowed, least_s)
-        return self._best[key]
-
-    def _newton(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
+    def _fastest(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
+        """Return the replicas on `allowed` pools that generate a step's tokens in the shortest time, or None if no
+        replica fits. `least_s` is the shortest useful rollout time: shorter rollouts are impossible or do not shorten
+        the step."""
         tokens = self._step.output_tokens
         usable = self._usable(left, allowed)
         if not usable.any():
@@ -102,13 +92,14 @@ class RolloutProgram:
         below = time_s * min(1.0, tokens / answer.bound) if answer.bound > answer.value * (1 + 1e-6) else time_s
         return RolloutAllocation(answer.counts, time_s, below)
 
-    def _usable(self, left: tuple[int, ...], allowed: Sequence[bool]) -> Bools:
+    def _usable(self, left: tuple[int, ...], allowed: tuple[bool, ...]) -> Bools:
         room = np.array(left, dtype=float)
         fits = np.all(self._matrix <= room[:, None], axis=0)
         usable: Bools = fits & np.array(allowed, dtype=bool)[self._pool]
         return usable & (self._batch <= self._step.max_running)
 
-    def _solve(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> IntegerSolution:
+    def _reaches(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
+        """Return the replicas on `allowed` pools that generate the most tokens within `time_s`."""
         gains = self._speed * np.maximum(0.0, time_s - self._pause)
         usable: Ints = np.nonzero(self._usable(left, allowed) & (gains > 0))[0].astype(np.int64)
         kept = self._undominated(usable, gains, left)
@@ -145,10 +136,6 @@ class RolloutProgram:
             # the relation is transitive, so it does not matter whether column a itself is dominated
             is_kept[own] = ~np.triu(dominates, 1).any(axis=0)
         return by_gain[is_kept]
-
-
-def _used(column: ReplicaShape, pool: int, level: int) -> float:
-    return float(column.num_gpus) if column.pool == pool and column.num_gpus >= level else 0.0
 
 
 def rounded_shares(shares: Sequence[float], total: int) -> list[int]:

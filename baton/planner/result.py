@@ -9,7 +9,7 @@ import msgspec
 
 from baton.planner.certainty import Certainty
 from baton.planner.compare import Alternative
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.rental import RentalChoice
 from baton.planner.replan import Replanned
 from baton.planner.what_if import Marginal, PricePoint, marked, price_curve

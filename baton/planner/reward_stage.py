@@ -19,7 +19,7 @@ from baton.clock import Clock, time_left
 from baton.cost.generate import DeviceClass
 from baton.cost.score import ScoringCost, scoring_cost
 from baton.errors import UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan, restricted
 from baton.specs.cluster import GB, Cluster
 from baton.specs.model import ModelSpec

@@ -14,14 +14,14 @@ from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.decompose import improve
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import make_problem
 from baton.planner.mixed_stages import with_mixed_stages
-from baton.planner.plan_from_solution import describe
+from baton.planner.plan_from_solution import describe, with_others_idle
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
-from baton.planner.problem import AssignmentProblem
+from baton.planner.problem import AssignmentProblem, Inputs
 from baton.planner.published_method import solve_paper
 from baton.specs.cluster import Cluster
-from baton.specs.plan import Bound, Idle, Method, Plan
+from baton.specs.plan import Bound, Method, Plan
 
 MOST_GPUS_IN_PARTS = 128
 """If a cluster has at most this number of GPUs, the planner also tries plans that use only one machine of a GPU type.
@@ -56,7 +56,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
         assert refusal is not None, "no plan was found and no error was raised"
         raise refusal
     bound = Bound.of(best.breakdown.step_s, least_s, best.bound.note)
-    return msgspec.structs.replace(_on_whole(best, inputs.cluster), bound=bound)
+    return msgspec.structs.replace(with_others_idle(best, inputs.cluster, LEFT_OUT), bound=bound)
 
 
 def _parts(cluster: Cluster) -> Iterator[Cluster]:
@@ -83,16 +83,6 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
     )
 
 
-def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return the plan of a part of the cluster as a plan of the whole cluster, in which the GPUs outside the part are
-    idle. The price includes them."""
-    named = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
-    named |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
-    outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in named)
-    idle = (*plan.idle, Idle(outside, LEFT_OUT)) if outside else plan.idle
-    return msgspec.structs.replace(plan, idle=idle, price_per_h=cluster.price_per_h)
-
-
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
@@ -101,44 +91,39 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     with fast links, and its step time is computed with the links that it uses. The plan with the shortest step is
     returned, with a bound that assumes the fastest links.
     """
-    if are_alike(inputs.cluster):
-        problem = make_problem(inputs)
-        if ceiling_s < np.inf and division_bound_s(problem) >= ceiling_s:
-            return None
-        problem, solution = solve(inputs, problem, method, time_limit_s)
-        return describe(inputs, problem, solution, method)
-    optimistic = make_problem(inputs, "optimistic")
-    if ceiling_s < np.inf and division_bound_s(optimistic) >= ceiling_s:
+    has_equal_links = are_alike(inputs.cluster)
+    problem = make_problem(inputs, "alike" if has_equal_links else "optimistic")
+    if ceiling_s < np.inf and division_bound_s(problem) >= ceiling_s:
         return None
-    found = [solve(inputs, optimistic, "exact", time_limit_s / 3)]
+    if has_equal_links:
+        return describe(*solve(problem, method, time_limit_s), method)
+    found = [solve(problem, "exact", time_limit_s / 3)]
     least_s = found[0][1].bound_s
     views: list[View] = ["pessimistic"]
     if len(make_pools(inputs.cluster, inputs.efficiencies).pools) <= MAX_POOLS:
         views.append("alike")
     if method != "exact":
         found.clear()
-    found += [solve(inputs, make_problem(inputs, view), method, time_limit_s / 3) for view in views]
-    plans = [describe(inputs, problem, solution, method) for problem, solution in found]
+    found += [solve(make_problem(inputs, view), method, time_limit_s / 3) for view in views]
+    plans = [describe(*each, method) for each in found]
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 
 
-def solve(
-    inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
-) -> tuple[AssignmentProblem, Solution]:
+def solve(problem: AssignmentProblem, method: Method, time_limit_s: float) -> tuple[AssignmentProblem, Solution]:
     """Return a problem and its solution by `method`. The solution's row is a row of this problem's table, and its bound
     is the bound that `exact` finds."""
     bound = RolloutBound(problem)
     richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
-    if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:
-        richer, best = improve(inputs, problem, best, bound, time_limit_s=time_limit_s / 2)
-    richer, best = with_mixed_stages(inputs, richer, best, bound, time_limit_s=time_limit_s / 2)
+    if best is not None and not problem.table.is_complete and problem.inputs.rates is None and problem.step.overlaps:
+        richer, best = improve(problem, best, bound, time_limit_s=time_limit_s / 2)
+    richer, best = with_mixed_stages(richer, best, bound, time_limit_s=time_limit_s / 2)
     if best is None:
-        refuse_division(problem if len(problem.table) else richer, inputs.model, inputs.work)
+        refuse_division(problem if len(problem.table) else richer)
     if method == "exact":
         return richer, best
     paper = solve_paper(problem)
     if paper is None:
-        refuse_division(problem, inputs.model, inputs.work)
+        refuse_division(problem)
     return problem, msgspec.structs.replace(paper, bound_s=best.bound_s)

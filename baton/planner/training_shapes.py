@@ -32,7 +32,7 @@ from baton.cost.train import (
     tail_s,
 )
 from baton.planner.pools import GpuPool, Pools
-from baton.planner.problem import Bools, Floats, Ints, TrainTable, tensor_widths
+from baton.planner.problem import Bools, Floats, Inputs, Ints, TrainTable, tensor_widths
 from baton.specs.model import ModelSpec
 from baton.specs.trainer_shapes import can_split, can_train
 from baton.specs.workload import Workload
@@ -72,8 +72,7 @@ class Shapes(msgspec.Struct, frozen=True):
 class Pipelines(msgspec.Struct, frozen=True):
     """Candidate pipelines, or candidate mixed stages, on the same pools."""
 
-    model: ModelSpec
-    work: Workload
+    inputs: Inputs
     pools: Pools
     order: Sequence[int]
     """The pools that train, in the order of the pipeline."""
@@ -103,7 +102,8 @@ class Pipelines(msgspec.Struct, frozen=True):
 
     def sharded(self, **changes: int) -> Pipelines:
         """Return the candidates with another `shard_size` or `shard_gradients` of the workload."""
-        return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, **changes))
+        work = msgspec.structs.replace(self.inputs.work, **changes)
+        return msgspec.structs.replace(self, inputs=msgspec.structs.replace(self.inputs, work=work))
 
 
 class LayerBalance(msgspec.Struct, frozen=True):
@@ -130,13 +130,13 @@ class LayerBalance(msgspec.Struct, frozen=True):
         return self.compute_s + self.bubble_s + self.gradients_s + self.optimizer_s
 
 
-def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
+def train_table(inputs: Inputs, pools: Pools) -> TrainTable:
     """Return the training shapes that fit into memory. The table's `is_complete` states whether all shapes were
     evaluated."""
-    alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
-    tables = []
-    is_complete = True
-    for order in pipeline_orders(pools, MAX_CROSSED if cross_types else 1):
+    model, work = inputs.model, inputs.work
+    alone = [_pool_shapes(model, work, pool) for pool in pools.pools]
+    tables, is_complete = [], True
+    for order in pipeline_orders(pools, MAX_CROSSED if inputs.cross_types else 1):
         if len(order) > 1 and work.trainer == "baton":
             candidates = _equal_ranks(work, pools, order)
         else:
@@ -146,7 +146,7 @@ def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: 
             count = float(np.prod([float(len(part)) for part in parts]))
             is_complete &= count <= MAX_SHAPES
             candidates = [_combined(parts)] if count <= MAX_SHAPES else _saturated(parts)
-        tables += [evaluated(Pipelines(model, work, pools, order, shapes)) for shapes in candidates]
+        tables += [evaluated(Pipelines(inputs, pools, order, shapes)) for shapes in candidates]
     return TrainTable.joined(tables, is_complete=is_complete)
 
 
@@ -162,9 +162,7 @@ def mixed_orders(pools: Pools) -> list[list[int]]:
     return [order for order in pipeline_orders(pools, 2) if len({kinds[k] for k in order} - {"CPU"}) == 2]
 
 
-def mixed_rows(
-    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], first: Ints, second: Ints
-) -> Iterator[TrainTable]:
+def mixed_rows(inputs: Inputs, pools: Pools, order: Sequence[int], first: Ints, second: Ints) -> Iterator[TrainTable]:
     """Yield the mixed stages with `first` and `second` ranks on two pools. In the first result, all ranks share one
     copy of the model; in the later results, each group of ranks on a machine has its own copy. The size of these groups
     is the largest power of two that divides both numbers of ranks and fits into a machine.
@@ -173,7 +171,7 @@ def mixed_rows(
 
     def table(rows: Ints, shard_size: int) -> TrainTable:
         shapes = [Shapes(ones[rows], ones[rows], count[rows]) for count in (first, second)]
-        return evaluated(Pipelines(model, work, pools, order, shapes, shard_size, is_mixed=True))
+        return evaluated(Pipelines(inputs, pools, order, shapes, shard_size, is_mixed=True))
 
     yield table(np.arange(len(first)), 0)
     used = [pools.pools[k] for k in order]
@@ -188,16 +186,15 @@ def mixed_rows(
             yield table(rows, copy)
 
 
-def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
+def _pool_shapes(model: ModelSpec, work: Workload, pool: GpuPool) -> Shapes:
     """Return all shapes (stages, tp, dp) that fit into the nodes of a pool."""
-    pool = pools.pools[index]
     rows = [
         (stages, tp, dp)
         for stages, tp in trained_widths(model, work, pool)
         for dp in range(1, min(pool.capacity(tp) // (stages * tp), work.num_trajectories) + 1)
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    return Shapes(columns[:, 0], columns[:, 1], columns[:, 2])
+    return Shapes(*columns.T)
 
 
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
@@ -242,7 +239,7 @@ def _saturated(alone: Sequence[Shapes]) -> list[list[Shapes]]:
 def evaluated(of: Pipelines) -> TrainTable:
     """Return the pipelines or mixed stages that fit into memory, with their times and shares of the layers."""
     pools = of.pools.pools
-    is_possible = np.asarray((of.depth <= of.model.num_layers) | of.is_mixed)
+    is_possible = np.asarray((of.depth <= of.inputs.model.num_layers) | of.is_mixed)
     of = msgspec.structs.replace(of, shapes=[part.take(is_possible) for part in of.shapes])
     balance = balanced(of)
     fits = np.isfinite(balance.compute_s)
@@ -288,7 +285,7 @@ def balanced(of: Pipelines) -> LayerBalance:
     assert not of.is_mixed, "a mixed stage needs shard_size"
     found = _fitting(of)
     size = min(pool.levels[-1] for pool in of.used)
-    if of.work.trainer == "idealised" or size == 1 or any(pool.gpu == "CPU" for pool in of.used):
+    if of.inputs.work.trainer == "idealised" or size == 1 or any(pool.gpu == "CPU" for pool in of.used):
         return found
     is_whole = [
         (part.tp == 1) & (part.dp > size) & (part.dp % size == 0) & (part.stages * part.dp <= pool.capacity(size))
@@ -306,7 +303,7 @@ def _fitting(of: Pipelines) -> LayerBalance:
     balance = _mixed if of.is_mixed else _balanced
     found = balance(of)
     fits = np.isfinite(found.compute_s)
-    if of.work.trainer == "idealised" or of.work.shard_gradients or fits.all():
+    if of.inputs.work.trainer == "idealised" or of.inputs.work.shard_gradients or fits.all():
         return found
     return _chosen(fits, found, balance(of.sharded(shard_gradients=True)))
 
@@ -314,7 +311,7 @@ def _fitting(of: Pipelines) -> LayerBalance:
 def _mixed(of: Pipelines) -> LayerBalance:
     """Return the times of mixed stages for the sharding that the workload specifies. All ranks hold equally large
     shards, so the GPU type with the least memory determines whether a stage fits."""
-    model, work, places = of.model, of.work, [pool.place for pool in of.used]
+    model, work, places = of.inputs.model, of.inputs.work, [pool.place for pool in of.used]
     counts = [part.dp for part in of.shapes]
     terms = mixed_terms(model, work, places, counts, _mixed_link(of.pools, of.order, counts))
     ranks = np.sum(counts, axis=0)
@@ -364,7 +361,7 @@ def _balanced(of: Pipelines) -> LayerBalance:
     """Implement `balanced` for the sharding that the workload specifies. The pace is the time of the slowest stage. The
     search starts at the pace that would be possible with fractional layers, and raises it to the next possible value
     until all layers are placed."""
-    kinds, num_layers = _kinds(of), of.model.num_layers
+    kinds, num_layers = _kinds(of), of.inputs.model.num_layers
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.sum([kind.count / kind.per_layer_s for kind in kinds], axis=0)
         delay = np.sum([kind.count * kind.base_s / kind.per_layer_s for kind in kinds], axis=0)
@@ -389,19 +386,18 @@ def _balanced(of: Pipelines) -> LayerBalance:
 def _held(kind: _Kind, pace: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
         own = np.floor((pace - kind.base_s) / kind.per_layer_s * (1 + 1e-12) + 1e-9)  # absorbs rounding errors
-    held: Floats = np.where(kind.count > 0, np.minimum(np.nan_to_num(own, posinf=0), kind.most), 0)
-    return held
+    return np.where(kind.count > 0, np.minimum(np.nan_to_num(own, posinf=0), kind.most), 0)
 
 
 def _kinds(of: Pipelines) -> list[_Kind]:
     """Return three objects of `_Kind` for each pool: one for stages at the start of the pipeline, one for the middle,
     one for the end. The stage of a one-stage pipeline counts as the end."""
     found, depth = [], of.depth
-    kept = in_flight(of.work, depth, of.widest)
+    kept = in_flight(of.inputs.work, depth, of.widest)
     for place, (pool, part) in enumerate(zip(of.used, of.shapes, strict=True)):
         is_first, is_last = place == 0, place == len(of.order) - 1
-        terms = stage_terms(of.model, of.work, pool.place, max(pool.sizes), part.tp, part.dp)
-        terms = msgspec.structs.replace(terms, rank=rank_of(of.work, terms.rank, depth, part.tp * part.dp))
+        terms = stage_terms(of.inputs.model, of.inputs.work, pool.place, max(pool.sizes), part.tp, part.dp)
+        terms = msgspec.structs.replace(terms, rank=rank_of(of.inputs.work, terms.rank, depth, part.tp * part.dp))
         link = stage_link(of.pools, of.order, place, part.stages)
         boundary = np.where(depth > 1, terms.boundary_tokens_bytes / link, 0.0)
         both = is_first & is_last & (part.stages == 1)
@@ -414,7 +410,7 @@ def _kinds(of: Pipelines) -> list[_Kind]:
         for which, count in enumerate(counts):
             ends = (which == 0) | both, which == 2
             base_s = boundary + (terms.head_s if which == 2 else 0.0)
-            most = most_layers(rank_phases(of.model, terms.rank, *ends, kept), pool.place.memory_limit_bytes)
+            most = most_layers(rank_phases(of.inputs.model, terms.rank, *ends, kept), pool.place.memory_limit_bytes)
             found.append(_Kind(count, base_s, per_layer_s, most, terms, *ends))
     return found
 
@@ -428,20 +424,19 @@ def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> 
     for other in order[max(0, place - 1) : place + 2]:
         if other != index:
             slowest = np.minimum(slowest, pools.bytes_per_s[index][other])
-    reached: Floats = slowest * pool.efficiency.link
-    return reached
+    return slowest * pool.efficiency.link
 
 
 def _finish(of: Pipelines, kinds: Sequence[_Kind], layers: Sequence[Floats], pace: Floats) -> LayerBalance:
     """Return the balance for these layers of each kind of stage and this pace."""
-    work, depth, count = of.work, of.depth, microbatches(of.work, of.widest)
+    work, depth, count = of.inputs.work, of.depth, microbatches(of.inputs.work, of.widest)
     gradients, optimizer = np.zeros(len(pace)), np.zeros(len(pace))
     for kind, own in zip(kinds, layers, strict=True):
         for total, per_layer in (
             (gradients, kind.terms.gradients_per_layer_s),
             (optimizer, kind.terms.optimizer_per_layer_s),
         ):
-            tail = tail_s(of.model, per_layer, own, kind.is_first, kind.is_last)
+            tail = tail_s(of.inputs.model, per_layer, own, kind.is_first, kind.is_last)
             np.maximum(total, (kind.count > 0) * tail, out=total)
     whole = [np.nan_to_num(own).astype(np.int64) for own in layers]
     return LayerBalance(

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.clock import time_left
 from baton.errors import UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan, restricted
 from baton.specs.cluster import Cluster
 

@@ -43,7 +43,8 @@ from baton.run.predictions import DECODE_SHARES, DECODE_TIMES, scaled
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.inputs import Setting
 from baton.simulator.result import Result, RunRecord, summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import TrainSpeed
 
 LONGEST_S = 3600.0

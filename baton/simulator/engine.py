@@ -165,10 +165,9 @@ class SimEngine:
         """Report all tokens, and stop until `go_on`."""
         self.flush()
         self.stop()
-        if self._tracer is not None:
-            for _, _, row in self._heap:
-                trace_row(self._tracer, self.name, row, self._since_s, "abort")
-                row.since_s = math.inf
+        for _, _, row in self._heap:
+            self._trace(row, "abort")
+            row.since_s = math.inf
 
     def abandon(self) -> None:
         """Discard the running trajectories after a permanent `stop`. The trajectories' unreported tokens are lost."""
@@ -353,8 +352,7 @@ class SimEngine:
             row.grown.append((self.version, fresh))
 
     def _leave(self, row: SimulatedLease, ended: str = "abort") -> None:
-        if self._tracer is not None:
-            trace_row(self._tracer, self.name, row, self._since_s, ended)
+        self._trace(row, ended)
         self._width -= 1
         self._context -= row.prompt + row.tokens
         row.end_step = -1
@@ -362,6 +360,20 @@ class SimEngine:
         if not self._here[row.group_id]:
             del self._here[row.group_id]
         self._lanes.append(row.lane)
+
+    def _trace(self, row: SimulatedLease, ended: str) -> None:
+        """Write to the trace the span of a lease that leaves its slot. `ended` is `finish`, `abort` or `lost`."""
+        if self._tracer is None:
+            return
+        versions, row.traced = row.traced, {}
+        if self._since_s <= row.since_s:
+            return
+        facts: dict[str, Any] = {"group": row.group_id, "sample": row.sample_index, "tokens": sum(versions.values())}
+        if versions:
+            facts["version"] = max(versions)
+        if len(versions) > 1:
+            facts["versions"] = {str(version): count for version, count in versions.items()}
+        self._tracer.span("generate", self.name, row.lane, row.since_s, self._since_s, **facts, ended=ended)
 
     def _put_back(self, row: SimulatedLease) -> None:
         self._count(row)
@@ -454,16 +466,3 @@ class SimEngine:
             return steps
         longest = max(self._step_s, self._step_s + self._slope_s * steps)
         return min(steps, max(1, math.ceil((self._report_s - self._since_s) / longest)))
-
-
-def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
-    """Write to the trace the span of a lease that leaves its slot. `ended` is `finish`, `abort` or `lost`."""
-    versions, row.traced = row.traced, {}
-    if end_s <= row.since_s:
-        return
-    facts: dict[str, Any] = {"group": row.group_id, "sample": row.sample_index, "tokens": sum(versions.values())}
-    if versions:
-        facts["version"] = max(versions)
-    if len(versions) > 1:
-        facts["versions"] = {str(version): count for version, count in versions.items()}
-    tracer.span("generate", actor, row.lane, row.since_s, end_s, **facts, ended=ended)

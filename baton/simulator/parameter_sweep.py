@@ -13,7 +13,8 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.clock import NoProgress
 from baton.simulator.input_sources import SettingSource, SimulationOptions, read_overrides
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1

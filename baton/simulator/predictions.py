@@ -13,7 +13,8 @@ from baton.records.predictions import MemoryByTokens, Predictions, num_warm
 from baton.run.predictions import predictions, reward_stage_s
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.result import first_full
-from baton.simulator.run import RunOptions, run_request
+from baton.simulator.run import run_request
+from baton.simulator.simulation import RunOptions
 
 STEPS = 50
 """Maximum number of train steps from which a longer run is predicted. The simulation has further steps before and after

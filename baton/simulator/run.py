@@ -3,8 +3,8 @@ spans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,16 @@ import msgspec
 from baton.clock import TimedEvent
 from baton.errors import UserError
 from baton.files import write_whole
-from baton.records.trace import Span, Tracer
-from baton.rollout.scheduler import RolloutScheduler
+from baton.records.trace import Span
 from baton.simulator.clock import NoProgress
-from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
 from baton.simulator.network import NetworkFaults
 from baton.simulator.pool import SimulatedEnginePool
 from baton.simulator.result import Result, RunRecord, summarise
 from baton.simulator.seeds import choices
-from baton.simulator.simulation import EventObserver, Simulation
+from baton.simulator.simulation import DEFAULTS, EventObserver, RunOptions, Simulation
 from baton.simulator.swarm import FaultInjector, Swarm
 from baton.swarm import lease_events as ev
-from baton.swarm.leases import LeaseTable
 
 
 class EventLog(EventObserver):
@@ -55,31 +52,9 @@ class Spans:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Seed, faults and observers of a simulated run."""
-
-    seed: int = 0
-    faults: Sequence[FaultSettings] = ()
-    log: EventLog | None = None
-    tracer: Tracer | None = None
-    make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
-    make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
-    on_step: Callable[[int, int], None] = lambda step, num_steps: None
-    """Called after each new train step, with its number and the number of train steps of the run."""
-
-
-def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
+def build(setting: Setting, options: RunOptions = DEFAULTS) -> Simulation:
     """Build a simulation that is ready to run. Raises UserError for faults that do not fit the setting."""
-    options = options or RunOptions()
-    world = Simulation(
-        setting,
-        options.seed,
-        has_restarts=any(fault.kind == "restart" for fault in options.faults),
-        tracer=options.tracer,
-        make_scheduler=options.make_scheduler,
-    )
-    world.on_step = options.on_step
+    world = Simulation(setting, options)
     if setting.swarm is None:
         if options.faults:
             raise UserError(
@@ -91,14 +66,12 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
         network = None
         if options.faults:
             network = NetworkFaults(options.faults, world.clock, choices(options.seed, "messages"))
-        world.port = swarm = Swarm(world, network, options.tracer, options.make_table)
+        world.port = swarm = Swarm(world, network)
         FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
-    if options.log is not None:
-        world.watches.append(options.log)
     return world
 
 
-def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
+def simulate(setting: Setting, options: RunOptions = DEFAULTS) -> RunRecord:
     """Simulate a run. Raises NoProgress if the run makes no progress."""
     return build(setting, options).run()
 

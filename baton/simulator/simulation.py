@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -29,6 +30,7 @@ from baton.rollout.scheduler_state import StepCounts
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.train_steps import BatchRecords, TrainedStep, TrainSteps
 from baton.simulator.clock import NoProgress, VirtualClock
+from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
 from baton.simulator.result import RunRecord, SimulatedStep
 from baton.simulator.scorer import SimulatedScorer
@@ -36,6 +38,7 @@ from baton.simulator.scripted_trajectories import Script, ScriptedPrompts
 from baton.simulator.timing import computed_tokens
 from baton.simulator.trainer import VirtualTrainer
 from baton.simulator.transport import ControllerStopped, SimulatedTransport
+from baton.swarm.leases import LeaseTable
 from baton.types import Group, PolicyVersion, SamplingParams
 
 HANG_S = 24 * 3600.0
@@ -64,6 +67,23 @@ class EventObserver(Protocol):
         return
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Seed, faults and observers of a simulated run."""
+
+    seed: int = 0
+    faults: Sequence[FaultSettings] = ()
+    log: EventObserver | None = None
+    tracer: Tracer | None = None
+    make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
+    make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
+    on_step: Callable[[int, int], None] = lambda step, num_steps: None
+    """Called after each new train step, with its number and the number of train steps of the run."""
+
+
+DEFAULTS = RunOptions()
+
+
 class ObservedController(RolloutController):
     """A `RolloutController` that calls observers."""
 
@@ -88,29 +108,18 @@ class ObservedController(RolloutController):
 class Simulation(BatchRecords):
     """One simulated run. The recorded batches are kept in memory."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        seed: int = 0,
-        *,
-        has_restarts: bool = False,
-        tracer: Tracer | None = None,
-        make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler,
-    ) -> None:
-        """`has_restarts`: whether the controller is restarted. Without restarts, the simulation needs no journal."""
-        self.setting, self.rules, self.clock = setting, setting.rules, VirtualClock()
-        self.script = Script(setting.work, seed, self.rules.batch_groups, self.rules.group_size)
+    def __init__(self, setting: Setting, options: RunOptions = DEFAULTS) -> None:
+        self.setting, self.options, self.rules, self.clock = setting, options, setting.rules, VirtualClock()
+        self.script = Script(setting.work, options.seed, self.rules.batch_groups, self.rules.group_size)
         self.record = RunRecord()
-        self.watches: list[EventObserver] = []
-        self.on_step: Callable[[int, int], None] = lambda step, num_steps: None
-        """Called after each new train step, with its number and the number of train steps of the run."""
+        self.watches: list[EventObserver] = [] if options.log is None else [options.log]
         self.lineage = 0
         """Number of restarts of the controller."""
         self.port: SimulatedTransport
         """Set before `run`."""
-        self._make_scheduler = make_scheduler
-        self._timer = StageTimer(tracer or TraceWriter(), now_s=lambda: self.clock.now_s)
-        self._scorer = SimulatedScorer(setting.judges, self.script, self.clock, seed, tracer)
+        self._timer = StageTimer(options.tracer or TraceWriter(), now_s=lambda: self.clock.now_s)
+        self._scorer = SimulatedScorer(setting.judges, self.script, self.clock, options.seed, options.tracer)
+        has_restarts = any(fault.kind == "restart" for fault in options.faults)
         self._journal = Journal(None, keeps_partials=self.rules.mode != "sync") if has_restarts else None
         self._recorded: dict[int, Sequence[Group]] = {}
         """Recorded batches by train step, from the last checkpoint on."""
@@ -180,7 +189,7 @@ class Simulation(BatchRecords):
         worker = WorkerClient(self.port, HANG_S, clock=lambda: self.clock.now_s)
         prompts = ScriptedPrompts(self.script)
         controller = ObservedController(worker, self.rules, prompts, self._scorer, SAMPLING, self._journal)
-        controller.watches, controller.make_scheduler = self.watches, self._make_scheduler
+        controller.watches, controller.make_scheduler = self.watches, self.options.make_scheduler
         step, cursor = self._checkpoint
         version = PolicyVersion(f"lineage {self.lineage}", step, f"digest {step}")
         return TrainSteps(
@@ -223,7 +232,7 @@ class Simulation(BatchRecords):
                 staleness=dict(sorted(staleness.items())),
             )
         )
-        self.on_step(len(self.record.steps), self.setting.num_steps)
+        self.options.on_step(len(self.record.steps), self.setting.num_steps)
 
     def _save(self) -> None:
         step = self._steps.step

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any
 
 from baton.clock import Clock
 from baton.errors import UserError
-from baton.records.trace import Tracer
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import EngineSpec, SwarmSpec
 from baton.simulator.network import NetworkFaults, SimulatedConnection, SimulatedOutgoing
@@ -73,13 +72,7 @@ class Swarm(SimulatedTransport):
 
     name = "the simulated swarm"
 
-    def __init__(
-        self,
-        world: Simulation,
-        network: NetworkFaults | None,
-        tracer: Tracer | None,
-        make_table: Callable[..., LeaseTable],
-    ) -> None:
+    def __init__(self, world: Simulation, network: NetworkFaults | None) -> None:
         """`network`: None if the run has no faults."""
         assert world.setting.swarm is not None, "the setting has no swarm"
         self.setting, self.clock, self.network = world.setting, world.clock, network
@@ -88,7 +81,7 @@ class Swarm(SimulatedTransport):
         self.incarnation = -1
         self.is_down = True
         self.watches, self._script, self._record = world.watches, world.script, world.record
-        self._tracer, self._make_table = tracer, make_table
+        self._options = world.options
         self._published_s = 0.0
         self._weights = {spec.name: spec.weight for spec in self.setting.engines}
         self._keys, self.quarantine = WorkerKeys(b"simulated"), Quarantine(None)
@@ -131,8 +124,8 @@ class Swarm(SimulatedTransport):
         """Publish a version in the background, after all earlier versions, and then announce it."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
-        if self._tracer is not None:
-            self._tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version.number)
+        if self._options.tracer is not None:
+            self._options.tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version.number)
         self.clock.at(self._published_s, self._announce, self.incarnation, version)
 
     def slow(self, factor: float) -> None:
@@ -162,7 +155,7 @@ class Swarm(SimulatedTransport):
         # a check takes time linear in the number of tokens; without faults, all messages are valid and are not checked
         limits = ReportLimits(vocabulary=sys.maxsize, max_context_tokens=sys.maxsize)
         check = partial(check_report, limits=limits, text=str) if self.network else lambda *_, **__: None
-        broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self)
+        broker = ObservedLeaseBroker(self._options.make_table(spec.rules), check, clock, self)
         verifier = VerificationService(
             _no_scorer,
             VerificationPolicy(InspectionSettings(), b""),
@@ -199,7 +192,7 @@ class Swarm(SimulatedTransport):
     # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     def join(self, spec: EngineSpec) -> None:
-        worker = SimWorker(self.setting, spec, self.clock, self, self._tracer)
+        worker = SimWorker(self.setting, spec, self.clock, self, self._options.tracer)
         draw_fault = None if self.network is None else partial(self.network.message_fault, spec.name)
         link = partial(SimulatedConnection, self.clock, self.spec.link_s, lose=worker.cut, draw_fault=draw_fault)
         worker.up = link(partial(self._on_message, worker), decode=decode_from_worker)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -30,24 +29,6 @@ def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
     return (math.sqrt(max(0.0, first * first + 4 * half * elapsed_s)) - first) / (2 * half)
 
 
-class Speed(Protocol):
-    """Speed of an engine."""
-
-    @property
-    def trajectory_s(self) -> float:
-        """Seconds of engine time per trajectory, in addition to prefill and decode."""
-
-    @property
-    def prefill_overhead_s(self) -> float:
-        """Fixed time of a prefill in seconds, independent of the number of sequences."""
-
-    def step_s(self, rows: int, context: float) -> float:
-        """Return the time of a decode step of `rows` trajectories with this mean context."""
-
-    def prefill_s(self, tokens: int) -> float:
-        """Return the time to prefill one sequence."""
-
-
 @dataclass(frozen=True, slots=True)
 class FlatSpeed:
     """The speed of an engine as constant times per step, trajectory and token."""
@@ -61,17 +42,21 @@ class FlatSpeed:
     token_s: float = 0.0
     """Prefill time per token."""
     trajectory_s: float = 0.0
+    """Engine time per trajectory, in addition to prefill and decode."""
     prefill_overhead_s: float = 0.0
+    """Fixed time of a prefill, independent of the number of sequences."""
 
     def step_s(self, rows: int, context: float) -> float:
+        """Return the time of a decode step of `rows` trajectories with this mean context."""
         return self.base_s + rows * (self.row_s + self.context_s * context)
 
     def prefill_s(self, tokens: int) -> float:
+        """Return the time to prefill one sequence."""
         return self.token_s * tokens
 
 
 class CostSpeed:
-    """Speed of a replica according to the cost model."""
+    """Speed of a replica according to the cost model, with the attributes and methods of `FlatSpeed`."""
 
     def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
@@ -94,6 +79,9 @@ class CostSpeed:
 
     def prefill_s(self, tokens: int) -> float:
         return prefill_s(self._model, self._place, self._tp, self._layers, tokens, float(tokens) ** 2)
+
+
+Speed = FlatSpeed | CostSpeed
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:

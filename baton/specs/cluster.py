@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from itertools import combinations
-from typing import Any
 
 import msgspec
 from pydantic import Field, model_validator
@@ -255,40 +254,38 @@ def _nodes(groups: Sequence[NodeSettings], gpus: Mapping[str, Gpu]) -> Sequence[
 
 
 def _bandwidths(links: LinkSettings, nodes: Sequence[Node]) -> tuple[tuple[float, ...], ...]:
-    by_node: dict[frozenset[int], float] = {}
-    by_type: dict[tuple[str, ...], float] = {}
+    given: dict[frozenset[int] | frozenset[str], float] = {}
+    """Bandwidth between two nodes, by their indices, or between nodes of two GPU types, by the names of the types."""
     index = {node.name: place for place, node in enumerate(nodes)}
     types = {node.gpu.name for node in nodes}
     for place, between in enumerate(links.between):
         where = f"links.between.{place}"
         first, second = between.ends
-        rate = between.gb_per_s * GB
+        ends: frozenset[int] | frozenset[str]
         if first in index and second in index:
             if first == second:
                 raise UserError(
                     f"{where}.ends: got {first!r} twice; the bandwidth within a machine is nodes.link_gb_per_s"
                 )
-            _set_once(by_node, frozenset((index[first], index[second])), rate, where)
+            ends = frozenset((index[first], index[second]))
         elif first in types and second in types:
-            _set_once(by_type, tuple(sorted((first, second))), rate, where)
+            ends = frozenset((first, second))
         else:
             raise UserError(
                 f"{where}.ends: got {first!r} and {second!r}; allowed are two GPU types ({', '.join(sorted(types))}) "
                 f"or two machines ({', '.join(list(index)[:6])}{', …' if len(index) > 6 else ''})"
             )
+        rate = between.gb_per_s * GB
+        if given.setdefault(ends, rate) != rate:
+            raise UserError(
+                f"{where}: got {rate / GB:g} GB/s, but an earlier entry has {given[ends] / GB:g} for the same ends"
+            )
     rows = [[0.0] * len(nodes) for _ in nodes]
     for a, b in combinations(range(len(nodes)), 2):
-        pair = tuple(sorted((nodes[a].gpu.name, nodes[b].gpu.name)))
-        found = by_node.get(frozenset((a, b)), by_type.get(pair))
+        types_of_pair = frozenset((nodes[a].gpu.name, nodes[b].gpu.name))
+        found = given.get(frozenset((a, b)), given.get(types_of_pair))
         rows[a][b] = rows[b][a] = _general_rate(links, nodes[a], nodes[b]) if found is None else found
     return tuple(map(tuple, rows))
-
-
-def _set_once(rates: dict[Any, float], key: Any, rate: float, where: str) -> None:
-    if rates.setdefault(key, rate) != rate:
-        raise UserError(
-            f"{where}: got {rate / GB:g} GB/s, but an earlier entry has {rates[key] / GB:g} for the same ends"
-        )
 
 
 def _general_rate(links: LinkSettings, one: Node, other: Node) -> float:

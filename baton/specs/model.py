@@ -291,14 +291,8 @@ def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple
     router = hidden * experts
     first_dense, every = reader.whole("first_k_dense_replace", 0, least=0), reader.whole("decoder_sparse_step", 1)
     sparse = sum(1 for layer in range(first_dense, layers) if (layer + 1) % every == 0) / layers
-    always = (1 - sparse) * dense + sparse * (router + shared)
-    return (
-        always + sparse * experts * expert,
-        always + sparse * per_token * expert,
-        experts,
-        per_token,
-        sparse * experts * expert,
-    )
+    always, routed = (1 - sparse) * dense + sparse * (router + shared), sparse * experts * expert
+    return always + routed, always + sparse * per_token * expert, experts, per_token, routed
 
 
 def paged_cache_bytes(model: ModelSpec, sequences: int, context_tokens: int, value_bytes: int) -> int:
@@ -314,6 +308,6 @@ def _windows(reader: _Reader, kind: str, layers: int) -> tuple[int, int]:
         return 0, 0
     types = reader.config.get("layer_types")
     if isinstance(types, list):
-        return window, sum(1 for each in types if each == "sliding_attention")
+        return window, types.count("sliding_attention")
     pattern = reader.whole("sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6, "gemma3": 6}.get(kind, 0))
     return window, layers - layers // pattern if pattern else layers

@@ -243,6 +243,11 @@ class Plan(msgspec.Struct, frozen=True):
         return self.tokens_per_step / self.breakdown.step_s
 
     @property
+    def used_gpu_ids(self) -> set[str]:
+        """The GPUs that train or generate."""
+        return {*self.training.gpu_ids, *(gpu for replica in self.replicas for gpu in replica.gpu_ids)}
+
+    @property
     def price_per_million_tokens(self) -> float:
         """Price of 10⁶ trained tokens, in `currency`."""
         return self.price_per_h / 3600 / self.tokens_per_s * 1e6

@@ -69,10 +69,8 @@ def lognormal(mean: float, cv: float, longest: float) -> Lengths:
     low, high = math.log(mean) - 10, math.log(mean) + 10
     for _ in range(80):
         middle = (low + high) / 2
-        if float(np.mean(np.minimum(np.exp(middle + sigma * z), longest))) < mean:
-            low = middle
-        else:
-            high = middle
+        is_below = float(np.mean(np.minimum(np.exp(middle + sigma * z), longest))) < mean
+        low, high = (middle, high) if is_below else (low, middle)
     return Lengths(tuple(np.minimum(np.exp(high + sigma * z), longest).tolist()))
 
 

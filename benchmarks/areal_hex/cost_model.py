@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.specs.model import read_model
 from baton.specs.workload import WorkloadSettings

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.cost.calibration import Parameter, calibrate
 from baton.plan import plan
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.recipe.workload import read_workload
 from baton.specs.model import read_model

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from baton.cost.efficiency import RatesSettings
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.rental import OffersSettings, rent_for_target
 from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster, ClusterSettings

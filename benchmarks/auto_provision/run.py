@@ -22,9 +22,9 @@ import numpy as np
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.input_sources import recorded_groups
 from baton.simulator.inputs import EngineSpec, Setting
-from baton.simulator.run import RunOptions, build
+from baton.simulator.run import build
 from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
-from baton.simulator.simulation import EventObserver, Simulation
+from baton.simulator.simulation import EventObserver, RunOptions, Simulation
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from benchmarks.machine import machine

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import read_model

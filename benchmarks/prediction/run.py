@@ -23,7 +23,7 @@ import msgspec
 
 from baton.cost.efficiency import CalibrationSettings
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.recipe.load import load_recipe
 from baton.recipe.workload import read_cluster, workload_of_run
 from baton.records.metrics import read_metrics

@@ -33,7 +33,8 @@ from baton.records.run_directory import RunDirectory
 from baton.run.dry_run import trainer_bytes
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.result import summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 from benchmarks.machine import machine
 
 RAW = Path(__file__).parent / "results" / "pairs.json"

@@ -14,14 +14,15 @@ from typing import Any
 import msgspec
 
 from baton.cost.efficiency import RatesSettings
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
 from baton.simulator.scripted_trajectories import TrajectoryWork
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.model import read_model
 from baton.specs.workload import Workload, WorkloadSettings, constant, lognormal

@@ -25,9 +25,10 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
 from baton.simulator.result import summarise
-from baton.simulator.run import RunOptions, build, simulate
+from baton.simulator.run import build, simulate
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
 from baton.specs.cluster import gpu_types
 from baton.specs.model import model_spec

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.errors import UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
 from baton.simulate import progress
@@ -22,7 +22,8 @@ from baton.simulate import simulate as run_simulation
 from baton.simulator.input_sources import PlanSource, SimulationOptions, rollout_settings
 from baton.simulator.parameter_sweep import SweepPoint, read_axes, recommend
 from baton.simulator.result import summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
 from baton.specs.plan import write_plan

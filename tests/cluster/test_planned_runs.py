@@ -22,7 +22,7 @@ from baton.cluster.plan_check import check_reward_places
 from baton.cost.memory import GPU_CONTEXT_BYTES, SLEEPING_VLLM_BYTES, overhead, stage_bytes
 from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget
 from baton.planner.replan import replan_with_reward, without_nodes
 from baton.planner.reward_stage import plan_with_reward

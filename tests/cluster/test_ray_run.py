@@ -22,7 +22,7 @@ from plans import plan_of, replica, stage
 from baton.cluster.inventory import machines
 from baton.cluster.placement import place
 from baton.cluster.supervision import SupervisionRules
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.load import load_recipe

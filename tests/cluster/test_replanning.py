@@ -15,7 +15,7 @@ from baton.cluster.inventory import Machine, describe, machines
 from baton.cluster.placement import change, place
 from baton.cluster.replanning import MEASURED_STEPS, Replanner, with_trainer, workload_of
 from baton.errors import Damaged, UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.replan import ReplanOption, replan
 from baton.planner.solve import make_plan
 from baton.recipe.load import load_recipe

@@ -21,10 +21,10 @@ from scheduler_story import draw_rules
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import RunOptions, build
+from baton.simulator.run import build
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.simulation import EventObserver
+from baton.simulator.simulation import EventObserver, RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm import lease_events
@@ -114,7 +114,7 @@ def text_of(mode: str) -> str:
         drawn = draw_faults(choices(seed, "faults"), RandomSettings(faults=5, until_s=15.0)) if of.swarm else []
         faults = [*drawn, FaultSettings(kind="join", at_s=100.0)] if of.swarm else []
         watch = Watch()
-        result = summarise(of, build(of, RunOptions(seed, faults, log=watch)).run())  # type: ignore[arg-type]
+        result = summarise(of, build(of, RunOptions(seed, faults, log=watch)).run())
         lines.append(f"{seed} {digest(watch.lines)} {len(watch.lines)} {canonical(figures(result))}\n")
     return "".join(lines)
 

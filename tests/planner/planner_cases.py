@@ -25,7 +25,7 @@ from baton.cost.train import (
     stage_terms,
 )
 from baton.planner import solve
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import ModelSpec, model_spec
 from baton.specs.plan import Method, Plan

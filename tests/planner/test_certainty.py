@@ -11,7 +11,7 @@ import pytest
 from baton.cost.calibration import GpuCalibration, Parameter
 from baton.cost.efficiency import Efficiencies
 from baton.planner.certainty import certainty, step_s, trains
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from tests.planner.planner_cases import cluster, inputs, make_plan
 
 OWN = Efficiencies()

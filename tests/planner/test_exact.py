@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.errors import UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from tests.planner.planner_cases import brute_step_s, cluster, inputs, make_plan
 
 CASES = int(os.environ.get("BATON_PLANNER_CASES", "120"))

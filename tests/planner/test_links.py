@@ -12,9 +12,10 @@ import pytest
 from baton.cost.efficiency import Efficiencies
 from baton.planner.assign import GpuAssignment
 from baton.planner.certainty import step_s
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import make_problem
 from baton.planner.links import faster_assignments, parts_of, used_pools
 from baton.planner.pools import make_pools
+from baton.planner.problem import Inputs
 from baton.planner.solve import solve
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster, ClusterSettings
@@ -68,7 +69,7 @@ def test_machines_are_exchanged_so_that_the_ring_of_a_stage_and_publication_use_
     of = linked(cluster(*[("Fast", 1)] * 8), fast, 1.0)
     pools = make_pools(of, Efficiencies(), "pessimistic")
     names = [node.name for node in of.nodes]
-    stage = tuple((f"{name}:0",) for name in names[:6])
+    stage = tuple(f"{name}:0" for name in names[:6])
     given = GpuAssignment(((0, stage),), ((0, (f"{names[6]}:0",)), (0, (f"{names[7]}:0",))), ())
 
     def slowest(assigned: GpuAssignment) -> tuple[float, float]:
@@ -88,7 +89,7 @@ def test_a_plan_has_the_time_of_its_links_which_is_between_the_bound_and_that_of
     asked = drawn(seed)
     plan = make_plan(asked)
     assert plan.breakdown.step_s == pytest.approx(step_s(asked, plan, asked.efficiencies))
-    worst = solve(asked, make_problem(asked, "pessimistic"), "exact", 60.0)[1].step_s
+    worst = solve(make_problem(asked, "pessimistic"), "exact", 60.0)[1].step_s
     assert plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9)
     assert plan.breakdown.step_s <= worst * (1 + 1e-9)
 
@@ -107,7 +108,7 @@ def test_machines_keep_copies_of_the_model_where_the_links_between_them_are_slow
     assert [len({gpu.partition(":")[0] for gpu in stage.gpu_ids[first : first + 8]}) for first in (0, 8)] == [1, 1]
     pools = make_pools(of, asked.efficiencies)
     k = next(k for k, pool in enumerate(pools.pools) if pool.gpu == stage.gpu)
-    shared = Pipelines(asked.model, asked.work, pools, [k], [Shapes.of(1, 1, 16)], 0)
+    shared = Pipelines(asked, pools, [k], [Shapes.of(1, 1, 16)], 0)
     shared_s = evaluated(shared).time_s[0]
     assert (plan.training.time_s < shared_s * (1 - 1e-6)) == bool(copies)
 

@@ -19,10 +19,10 @@ from baton.planner.bounds import RolloutBound
 from baton.planner.certainty import step_s
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.exact import solve_exact
-from baton.planner.instance import Inputs, make_problem, with_table
+from baton.planner.instance import make_problem, with_table
 from baton.planner.mixed_stages import with_mixed_stages
 from baton.planner.pools import Pools
-from baton.planner.problem import TrainTable
+from baton.planner.problem import Inputs, TrainTable
 from baton.planner.replan import replan, without_nodes
 from baton.planner.training_shapes import mixed_orders, mixed_rows
 from baton.simulator.input_sources import PlanSource, SimulationOptions
@@ -139,7 +139,7 @@ def mixed_table(asked: Inputs, pools: Pools) -> TrainTable:
         counts = np.meshgrid(*(np.arange(1, pools.pools[k].num_gpus + 1) for k in order))
         first, second = (count.ravel() for count in counts)
         keeps = first + second <= asked.work.num_trajectories
-        tables += list(mixed_rows(asked.model, asked.work, pools, order, first[keeps], second[keeps]))
+        tables += list(mixed_rows(asked, pools, order, first[keeps], second[keeps]))
     return TrainTable.joined(tables, is_complete=True)
 
 
@@ -155,10 +155,10 @@ def test_no_mixed_stage_that_the_search_skips_is_better(asked: Inputs) -> None:
     if mixed_orders(problem.pools):
         tables = [table, mixed_table(asked, problem.pools)]
         table = TrainTable.joined(tables, is_complete=table.is_complete)
-    best, _ = solve_exact(with_table(asked, problem, table), time_limit_s=math.inf)
+    best, _ = solve_exact(with_table(problem, table), time_limit_s=math.inf)
     bound = RolloutBound(problem)
     without, _ = solve_exact(problem, time_limit_s=math.inf)
-    _, found = with_mixed_stages(asked, problem, without, bound, time_limit_s=math.inf)
+    _, found = with_mixed_stages(problem, without, bound, time_limit_s=math.inf)
     assert (best is None) == (found is None)
     if best is not None and found is not None:
         assert found.step_s == pytest.approx(best.step_s, rel=1e-6)
@@ -174,8 +174,8 @@ def test_a_search_that_has_no_time_returns_the_plan_in_hand_and_does_not_call_it
     best, _ = solve_exact(problem, time_limit_s=math.inf)
     assert best is not None
     assert best.bound_s == pytest.approx(best.step_s)
-    _, faster = with_mixed_stages(asked, problem, best, bound, time_limit_s=math.inf)
-    kept, found = with_mixed_stages(asked, problem, best, bound, time_limit_s=0)
+    _, faster = with_mixed_stages(problem, best, bound, time_limit_s=math.inf)
+    kept, found = with_mixed_stages(problem, best, bound, time_limit_s=0)
     assert faster is not None
     assert found is not None
     assert kept is problem

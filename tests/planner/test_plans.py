@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.cost.efficiency import Efficiencies
 from baton.errors import UserError
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan, read_plan, write_plan
 from tests.planner.planner_cases import QUICK, cluster, inputs, make_plan, model, work

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import UserError
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import make_problem
+from baton.planner.problem import Inputs
 from baton.planner.published_method import divisions, objectives
 from baton.specs.cluster import Cluster, ClusterSettings
 from tests.planner.planner_cases import enumerated_step_s, make_plan, model, rates, work

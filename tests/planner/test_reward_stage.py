@@ -20,7 +20,7 @@ from baton.cost.score import scoring_cost
 from baton.errors import UserError
 from baton.planner import rental
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
 from baton.planner.replan import replan_with_reward, without_nodes
 from baton.planner.reward_stage import PlanRest, beside, plan_with_reward, reserve

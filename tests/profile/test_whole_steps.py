@@ -19,7 +19,8 @@ from baton.records.predictions import Predictions, compare, num_warm
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.inputs import Setting
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 
 KNOWN = Efficiency(step_overhead_s=1e-3, train_overhead_s=0.1, publish_latency_s=0.01, train=1e-3)
 

@@ -22,11 +22,12 @@ from baton.errors import UserError
 from baton.rollout import events as ev
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.counted_tokens import counted_segment
+from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
 from baton.simulator.result import RunRecord
-from baton.simulator.run import RunOptions, build
+from baton.simulator.run import build
 from baton.simulator.scripted_trajectories import Script, TrajectoryWork
-from baton.simulator.simulation import EventObserver, Simulation
+from baton.simulator.simulation import EventObserver, RunOptions, Simulation
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.simulator.transport import ControllerStopped, EngineTime, SimulatedTransport
 from baton.specs.workload import constant, lognormal
@@ -205,7 +206,8 @@ def random_run(
         num_steps=num_wild + 3,
         checkpoint_every=2,
     )
-    world = Simulation(setting, seed, has_restarts=has_restarts)
+    restart = FaultSettings(kind="restart", at_s=0.0)  # no transport injects it: `RandomEngines` draws the restarts
+    world = Simulation(setting, RunOptions(seed, [restart] if has_restarts else ()))
     world.port = RandomEngines(world, seed, num_wild, has_restarts=has_restarts)
     world.watches += [InvariantChecker(world, None), Pauses(world, seed), *watches]
     with suppress(*[UserError] * recipe.dynamic_sampling):  # all rewards equal, for too long
@@ -246,7 +248,7 @@ def plain(
         num_steps=steps,
     )
     log = Log()
-    return build(setting, RunOptions(seed, log=log)).run(), log  # type: ignore[arg-type]
+    return build(setting, RunOptions(seed, log=log)).run(), log
 
 
 @pytest.mark.parametrize("overprovision", [1.0, 1.5, 2.0, 3.0])
@@ -286,7 +288,7 @@ def test_leases_that_pause_generate_the_same_tokens_in_the_same_time_as_aborted_
     found = []
     for may_pause in (False, True):
         log = Log()
-        options = RunOptions(0, log=log)  # type: ignore[arg-type]
+        options = RunOptions(0, log=log)
         record = build(replace(setting, rules=replace(rules, may_pause=may_pause)), options).run()
         times = [(step.wait_s, step.begin_s, step.staleness) for step in record.steps]
         found.append((log.ids, times, [step.counts.slot_s for step in record.steps]))

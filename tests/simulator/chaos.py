@@ -22,9 +22,9 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.clock import NoProgress
 from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
-from baton.simulator.run import RunOptions
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.leases import LeaseRules

@@ -20,8 +20,8 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import Setting
-from baton.simulator.run import RunOptions
 from baton.simulator.seeds import choices
+from baton.simulator.simulation import RunOptions
 from tests.simulator.violations import broken_law, simulate_checked
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))

@@ -10,7 +10,8 @@ from simulator_cases import swarm
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.simulator.faults import FaultSettings, FaultsSettings
-from baton.simulator.run import RunOptions, build, simulate
+from baton.simulator.run import build, simulate
+from baton.simulator.simulation import RunOptions
 from tests.simulator.violations import simulate_checked
 
 

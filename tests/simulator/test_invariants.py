@@ -16,7 +16,8 @@ from baton.rollout.settings import Rules
 from baton.simulator import engine
 from baton.simulator.counted_tokens import counted_segment
 from baton.simulator.faults import FaultSettings
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseRules, LeaseTable
 from tests.simulator.violations import broken_law, simulate_checked

@@ -12,8 +12,9 @@ from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
 from baton.simulator.result import summarise
-from baton.simulator.run import EventLog, RunOptions, Spans, simulate
+from baton.simulator.run import EventLog, Spans, simulate
 from baton.simulator.scripted_trajectories import Script, TrajectoryWork
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.provisioning import Provisioning

@@ -15,7 +15,8 @@ from baton.recipe.workload import read_settings, read_workload, recipe_workload
 from baton.rewards.settings import RewardSettings
 from baton.simulator.input_sources import RecipeSource, SimulationOptions
 from baton.simulator.predictions import simulated_predictions
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import computed_tokens, train_speed
 from baton.specs.model import read_model
 from baton.specs.workload import Workload, constant

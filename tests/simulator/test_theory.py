@@ -9,13 +9,14 @@ import pytest
 from simulator_cases import rules
 
 from baton.cost.efficiency import RatesSettings
-from baton.planner.instance import Inputs
+from baton.planner.problem import Inputs
 from baton.planner.solve import make_plan
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.result import summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
 from baton.simulator.scripted_trajectories import Script, ScriptedGroup, TrajectoryWork
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec

@@ -13,7 +13,8 @@ from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
 from baton.simulator.result import RunRecord
-from baton.simulator.run import EventLog, RunOptions, build
+from baton.simulator.run import EventLog, build
+from baton.simulator.simulation import RunOptions
 from baton.simulator.swarm import Swarm
 from tests.simulator.invariants import InvariantChecker, InvariantViolation
 

@@ -16,8 +16,9 @@ from baton.rollout.engine import EngineStats
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import simulate
 from baton.simulator.scripted_trajectories import TrajectoryWork
+from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant
 from baton.swarm import lease_events as ev
