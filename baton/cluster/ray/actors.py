@@ -26,6 +26,7 @@ import msgspec
 
 import baton
 from baton.clock import time_left
+from baton.rewards.isolation import all_processes
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
@@ -165,7 +166,11 @@ def end_session(pid: int, deadline_s: float) -> bool:
     """Kill a worker's process and the processes that it started, on this machine. Return True when all these processes
     have ended and their memory is free, and False if a process remains after the deadline."""
     left_s = time_left(deadline_s)
-    while own := _of_session(pid):
+    while own := [
+        each
+        for each, (state, _, _, session, *_) in all_processes()
+        if int(session) == pid and state not in "ZX"  # not a zombie
+    ]:
         if left_s() <= 0:
             return False
         for each in own:
@@ -173,18 +178,6 @@ def end_session(pid: int, deadline_s: float) -> bool:
                 os.kill(each, signal.SIGKILL)
         time.sleep(0.02)
     return True
-
-
-def _of_session(session: int) -> list[int]:
-    """Return the ids of the running processes of a session, without zombie processes."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                state, _, _, own = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(own) == session and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
 
 
 def _environment(threads: int) -> dict[str, str]:
