@@ -28,7 +28,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         arguments = WorkerArguments(
-            name="w", url="http://127.0.0.1:1", token="t", certificate="", is_insecure=False, slots=1, threads=1,
+            url="http://127.0.0.1:1", token="t", certificate="", is_insecure=False, slots=1, threads=1,
             device="cpu", engine=engine, options=options,
         )  # fmt: skip
         started.append(WorkerActor(arguments))

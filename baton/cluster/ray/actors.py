@@ -38,7 +38,6 @@ MAX_LOG_BYTES: Final = 2000
 class WorkerArguments(msgspec.Struct, frozen=True):
     """The command-line arguments of a worker."""
 
-    name: str
     url: str
     token: str
     certificate: str

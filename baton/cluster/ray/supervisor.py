@@ -276,7 +276,6 @@ class RayWorkerSupervisor:
             host = self._cluster.own_address
         url = f"{hub.scheme}://{f'[{host}]' if ':' in host else host}:{hub.port}"
         return WorkerArguments(
-            name=spec.name,
             url=url,
             token=self._tokens[spec.name],
             certificate=access.certificate,
