@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -59,13 +60,8 @@ class Tracer(Protocol):
 def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
     """Divide the spans of a trace at its marks `BEGIN` and `GAP` into periods in which no span is missing. Marks and
     empty periods are omitted."""
-    found: list[list[Span]] = [[]]
-    for span in spans:
-        if span.name in (BEGIN, GAP):
-            found.append([])
-        else:
-            found[-1].append(span)
-    return [period for period in found if period]
+    periods = groupby(spans, lambda span: span.name in (BEGIN, GAP))
+    return [list(period) for is_mark, period in periods if not is_mark]
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
