@@ -56,8 +56,7 @@ class Isolation:
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Make `scratch` the working directory. Call this method after all imports, because import paths may be
-        relative to the run's directory."""
+        """Make `scratch` the working directory. Call after all imports: their paths may be relative to the run's."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 

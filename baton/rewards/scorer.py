@@ -104,8 +104,7 @@ _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores the responses to all tasks of a recipe. Thread and processes start in `start`, or when a call first needs
-    them."""
+    """Scores the responses to all tasks of a recipe. Thread and processes start in `start`, or with the first call."""
 
     def __init__(
         self,
@@ -117,8 +116,7 @@ class RewardScorer:
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
         to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: for a reward model
-        without `devices`, the device of each process and the function that starts the process; by default, one process
-        on this machine."""
+        without `devices`, the device and the start function of each process; by default, one on this machine."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -156,8 +154,7 @@ class RewardScorer:
 
     def start(self) -> str:
         """Start the processes of reward models, and a worker process if a scorer needs one. Return a line for the user
-        about the isolation of the processes; empty without processes. Raises UserError if a process cannot load a
-        scorer."""
+        about their isolation; empty without processes. Raises UserError if a process cannot load a scorer."""
         if not self._specs and not self._models:
             return ""
         return self._scoring_thread().run(self._scoring_thread().start_workers()).result(self.timeout_s)
@@ -523,13 +520,12 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _purpose(reward: RewardSettings) -> str:
-    """Return the part's name for a part with a template, because the parts of one model may have several templates."""
+    """Return the name of a part with a template, because one model may have parts with several templates."""
     return f" for {reward.name!r}" if reward.template else ""
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
-    """Return whether a scorer answered. A value, even an invalid one, and an exception are answers; a timeout and a
-    crash are not."""
+    """Return whether a scorer answered: with a value, even an invalid one, or with an exception."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 

@@ -149,8 +149,7 @@ class RayWorkerSupervisor:
                     raise self._not_free(running)
 
     def wake_up(self) -> None:
-        """Let the workers allocate their memory again, and start the workers whose start was postponed since
-        `sleep`."""
+        """Let the workers allocate their memory again, and start those whose start `sleep` has postponed."""
         with self._lock:
             is_change, self._is_trainers_turn = self._is_trainers_turn, False
         if is_change:
@@ -415,8 +414,7 @@ class RayWorkerSupervisor:
 
 
 def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
-    """Return engine options with the parallel shape of a replica, or with the URL of its server; empty if the engine
-    has no such options."""
+    """Return engine options with a replica's parallel shape, or with its server's URL; empty if it needs neither."""
     if (url := servers.get(spec.gpu_ids)) is not None:
         return (f"url={url}",)
     if recipe.engine.kind != "vllm" or spec.tp * spec.pp == 1 or spec.gpu == CPU:
