@@ -98,7 +98,6 @@ class TraceWriter:
         self._directory, self._limit = directory, limit_bytes
         self._lock = Lock()
         self._pending: list[Span] = []
-        self._is_overfull = False
         self._offset_s = time.time() - time.monotonic()
         self._path = Path()
         self._size = self._room = self._part = 0
@@ -112,8 +111,7 @@ class TraceWriter:
         with self._lock:
             if len(self._pending) < MAX_PENDING:
                 self._pending.append(made)
-            elif not self._is_overfull:
-                self._is_overfull = True
+            elif len(self._pending) == MAX_PENDING:
                 self._pending.append(Span(GAP, actor, 0, made.begin_s, made.begin_s))
 
     def mark(self, name: str, **facts: Any) -> None:
@@ -124,7 +122,7 @@ class TraceWriter:
     def flush(self) -> None:
         """Write the recorded spans, without waiting for the disk. Only one thread may call this. Raises OSError."""
         with self._lock:
-            spans, self._pending, self._is_overfull = self._pending, [], False
+            spans, self._pending = self._pending, []
         if self._directory is None or not spans:
             return
         if not self._room:
