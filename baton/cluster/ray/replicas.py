@@ -136,7 +136,7 @@ class _RayReplica(RemoteReplica):
         try:
             with calling_ray():
                 for index, (machine, part) in enumerate(zip(machines, parts, strict=True)):
-                    options = cluster.options(self._group, index, part.resources, part.threads)
+                    options = cluster.options(self._group, index, part)
                     if spec.gpu != CPU and "GPU" not in part.resources:  # the actor sees all GPUs of its machine
                         indices = ",".join(index for name, _, index in gpus if name == part.machine)
                         options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] = indices

@@ -68,9 +68,7 @@ class RayRewards:
         name = f"{spec.name} on {spec.machine}"
         self._log(f"{name} is started again" if spec.name in self._has_begun else spec.words)
         self._has_begun.add(spec.name)
-        actor_class = self._cluster.ray.remote(RewardActor).options(
-            **self._cluster.options(group, 0, spec.resources, spec.threads)
-        )
+        actor_class = self._cluster.ray.remote(RewardActor).options(**self._cluster.options(group, 0, spec))
         # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
         gpu = 0 if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
         actor = actor_class.remote(str(Path.cwd()), gpu)

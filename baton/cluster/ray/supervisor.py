@@ -253,7 +253,7 @@ class RayWorkerSupervisor:
         arguments = self._worker_arguments(spec)
         group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}") if spec.resources else None
         where, bundle = (group, 0) if group is not None else (self.ranks[0], max(spec.ranks))
-        options = cluster.options(where, bundle, spec.resources, spec.threads)
+        options = cluster.options(where, bundle, spec)
         try:
             with calling_ray():
                 actor = cluster.ray.remote(WorkerActor).options(**options, max_concurrency=4).remote(arguments)
