@@ -67,14 +67,12 @@ OF_EPISODES = ("function", "http", "model")
 OF_ANSWERS = ("exact", "math", "format")
 """Values of `kind` that only score single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default timeout of a call of a reward model, in seconds. The time starts when the call is sent to a process of the
-model. It includes the wait for earlier calls in that process. It excludes the wait for a free call (`concurrency`), and
-the time in which the model loads."""
+"""Default timeout of a call of a reward model, in seconds, from the time when a process of the model gets the call. It
+includes the wait for earlier calls in that process, but not that for a free call (`concurrency`), nor the loading."""
 MAX_UNANSWERED = 32
-"""If this number of consecutive calls of a scorer get no answer (timeout, crash, unreachable), the scorer is tested.
-The test repeats a call that the scorer has answered before. If there is no such call, the test sends the reference
-answer. If the test succeeds, the failures are attributed to the responses and the run continues. Otherwise the run
-stops with an error."""
+"""If this number of consecutive calls of a scorer get no answer (timeout, crash, unreachable), it is tested: with
+a call that it has answered before or, if there is none, with the reference answer. If the test succeeds, the failures
+are attributed to the responses and the run continues. Otherwise the run stops with an error."""
 
 Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""

@@ -50,10 +50,9 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
     """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU. The
-    first element is the name of the environment variable that selects the GPUs that a process sees. The second element
-    is either a string, the GPU's id that becomes the variable's value, or an integer, the GPU's index among the GPUs
-    that the actor sees."""
+    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU: the name
+    of the environment variable that selects the GPUs of a process, and either the GPU's id in this variable (a string)
+    or the GPU's index among the GPUs that the actor sees (an integer)."""
     sleeps: bool = False
     """Whether `WorkerActor.use_device` is called."""
 
