@@ -224,11 +224,8 @@ class _RayAttempts:
         host, is_here = machines[rank.machine].address, machines[rank.machine].id == self.cluster.here
         gpu = None if rank.gpu == CPU else (torch_device(recipe.model.device).index or 0) if is_here else 0
         direct = DirectTransfer("gloo" if gpu is None else "nccl", gpu=gpu, host=host, is_remote=True)
-
-        def nodes() -> dict[str, Machine]:
-            return {machine.name: machine for machine in self._machines()}
-
-        return RayReplicas(self.cluster, workers, nodes, direct, self.observer.said)
+        said = self.observer.said
+        return RayReplicas(self.cluster, workers, lambda: {m.name: m for m in self._machines()}, direct, said)
 
     def _servers(
         self, engine: EngineSettings, placement: Placement, machines: dict[str, Machine]
