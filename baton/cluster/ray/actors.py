@@ -189,7 +189,7 @@ class RankActor:
     """An actor that runs one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
     def __init__(self, info: bytes, directory: str, address: str) -> None:
-        """`info`: encoded RankInfo without its host. `directory`: the controller's, on a shared file system."""
+        """`info`: encoded RankInfo without its host. `directory`: the controller's working directory, a shared one."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 
