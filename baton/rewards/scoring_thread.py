@@ -157,10 +157,8 @@ class ScoringThread:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
-        try:
-            return await work
-        finally:
-            self._running.discard(task)
+        task.add_done_callback(self._running.discard)
+        return await work
 
     async def _close(self) -> None:
         running = list(self._running)
