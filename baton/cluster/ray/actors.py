@@ -36,25 +36,17 @@ MAX_LOG_BYTES: Final = 2000
 
 
 class WorkerArguments(msgspec.Struct, frozen=True):
-    """The command-line arguments of a worker."""
+    """The arguments of a worker."""
 
-    url: str
+    command: tuple[str, ...]
+    """Arguments of `baton worker`, without those that name a file on the worker's machine."""
     token: str
     certificate: str
-    is_insecure: bool
-    slots: int
     threads: int
-    device: str
-    engine: str = "embedded"
-    """Kind of engine; `options` are options of this engine."""
-    options: tuple[str, ...] = ()
-    """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
     """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU: the name
     of the environment variable that selects the GPUs of a process, and either the GPU's id in this variable (a string)
     or the GPU's index among the GPUs that the actor sees (an integer)."""
-    sleeps: bool = False
-    """Whether `WorkerActor.use_device` is called."""
 
 
 PIECE_BYTES = 64 * 2**20
@@ -94,19 +86,11 @@ class WorkerActor:
         self._scratch = own_directory("worker")
         self._log = self._scratch / "worker.log"
         write_private(self._scratch / "token", start.token.encode())
-        command = [sys.executable, "-m", "baton", "worker", start.url, "--token-file", str(self._scratch / "token")]
-        command += ["--slots", str(start.slots), "--threads", str(start.threads), "--device", start.device, "--tied"]
-        if start.sleeps:
-            command.append("--sleeps")
-        if start.options:
-            command += ["--engine", start.engine]
-        for option in start.options:
-            command += ["--engine-option", option]
+        command = [sys.executable, "-m", "baton", "worker", *start.command, "--tied"]
+        command += ["--token-file", str(self._scratch / "token")]
         if start.certificate:
             (self._scratch / "hub.pem").write_text(start.certificate)
             command += ["--ca", str(self._scratch / "hub.pem")]
-        if start.is_insecure:
-            command.append("--insecure")
         self._turns, inner = socket.socketpair()  # closes with this process, which ends the worker
         environment = {**_environment(start.threads), **_gpus(start)}
         with self._log.open("ab") as log, inner:  # a session of its own, so that `end_session` finds its children
