@@ -39,17 +39,15 @@ def check_inputs(plan: Plan, model: ModelSpec, work: Workload, file: Path) -> No
     may differ, because a simulation shows what they change. A plan that does not record these values is not checked."""
     if (planned := plan.work) is None:
         return
-    given = PlannedWork.of(model, work)
-    is_other = any(getattr(given, name) != getattr(planned, name) for name in NUMBERS)
-    is_other = is_other or _is_far(given.params, planned.params)
-    own, of_plan = f"{given.groups} × {given.group_size}", f"{planned.groups} × {planned.group_size}"
+    own, of_plan = f"{work.groups} × {work.group_size}", f"{planned.groups} × {planned.group_size}"
     far = _is_far(work.num_trajectories, planned.groups * planned.group_size)
+    is_other = _is_other_model(model, planned)
     pairs: list[Difference] = [
         ("--model", f"{model.name} ({_size(model)})", f"{plan.model} ({_size(planned)})", is_other),
         ("groups × group_size", own, of_plan, far),
-        ("optimiser updates per step", given.updates, planned.updates, _is_far(given.updates, planned.updates)),
-        ("a critic", given.has_critic, planned.has_critic, given.has_critic != planned.has_critic),
-        ("a reference model", given.has_reference, planned.has_reference, given.has_reference != planned.has_reference),
+        ("optimiser updates per step", work.updates, planned.updates, _is_far(work.updates, planned.updates)),
+        ("a critic", work.has_critic, planned.has_critic, work.has_critic != planned.has_critic),
+        ("a reference model", work.has_reference, planned.has_reference, work.has_reference != planned.has_reference),
     ]
     _refuse(pairs, file, "give the model and the workload of the plan")
 
@@ -113,11 +111,15 @@ def _model_difference(key: str, name: str, of_plan: str, planned: PlannedWork | 
         got = f"not on this machine, so its size is unknown; `hf download {hub_name}` fetches it"
         return [(key, f"{name} ({got})", f"{of_plan} ({_size(planned)})", False)]
     model = read_model(directory)
-    is_other = any(getattr(model, own) != getattr(planned, own, getattr(model, own)) for own in NUMBERS)
-    matters = is_other or _is_far(model.params, planned.params)
+    matters = _is_other_model(model, planned)
     if not matters and of_plan in (model.name, hub_name.rpartition("/")[2]):
         return []
     return [(key, f"{name} ({_size(model)})", f"{of_plan} ({_size(planned)})", matters)]
+
+
+def _is_other_model(model: ModelSpec, planned: PlannedWork | RewardStage) -> bool:
+    is_other = any(getattr(model, own) != getattr(planned, own, getattr(model, own)) for own in NUMBERS)
+    return is_other or _is_far(model.params, planned.params)
 
 
 def _size(model: ModelSpec | PlannedWork | RewardStage) -> str:
@@ -133,13 +135,8 @@ def _reward_differences(plan: Plan, recipe: Recipe) -> list[Difference]:
     kinds = ("a classifier", "a generative model")
     is_generative, was_planned = own.starts_server, stage.context_tokens > 0
     pairs.append(("[[reward]] template", kinds[is_generative], kinds[was_planned], True))
-    limits = {"batch_tokens": (own.batch_tokens, stage.batch_tokens)}
-    if is_generative:
-        limits = {
-            "concurrency": (own.concurrency, stage.concurrency),
-            "context_tokens": (own.context_tokens, stage.context_tokens),
-        }
-    for key, (most, planned) in limits.items():  # with fewer tokens than planned, the memory suffices
+    for key in ("concurrency", "context_tokens") if is_generative else ("batch_tokens",):
+        most, planned = getattr(own, key), getattr(stage, key)  # with fewer tokens than planned, the memory suffices
         pairs.append((f"[[reward]] {key}", most, planned, most > planned and _is_far(most, planned)))
     return pairs
 

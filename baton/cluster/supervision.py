@@ -15,7 +15,7 @@ the event's time on the caller's clock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -135,16 +135,6 @@ class _Watched:
     """Time when the process is restarted; None if no restart is scheduled."""
 
 
-@dataclass(slots=True)
-class _MachineChanges:
-    """Machines that joined or left after the last replan began."""
-
-    lost: set[str] = field(default_factory=set)
-    joined: set[str] = field(default_factory=set)
-    last_s: float | None = None
-    """Time when a machine last joined or left; None if no machine has joined or left."""
-
-
 class Supervision:
     """State machine that supervises the workers and machines of a run."""
 
@@ -152,7 +142,10 @@ class Supervision:
         self.rules = rules or SupervisionRules()
         self._training = placement.training_machines
         self._specs = {spec.name: _Watched(spec) for spec in placement.workers}
-        self._changes = _MachineChanges()
+        self._lost, self._joined = set[str](), set[str]()
+        """Machines that left or joined after the last replan began."""
+        self._changed_s: float | None = None
+        """Time when a machine last left or joined; None without such a change after the last replan began."""
         self._is_planning = False
 
     def start(self) -> list[Command]:
@@ -170,12 +163,12 @@ class Supervision:
             case ProcessEnded():
                 yield from self._on_process_ended(event)
             case MachineLost():
-                yield from self._lost(event)
+                yield from self._on_machine_lost(event)
             case MachineJoined(at_s=at_s, machine=machine):
                 yield LogMessage(f"machine {machine} has joined")
-                self._changes.lost.discard(machine)
-                self._changes.joined.add(machine)
-                self._changes.last_s = at_s
+                self._lost.discard(machine)
+                self._joined.add(machine)
+                self._changed_s = at_s
             case Planned():
                 yield from self._planned(event)
             case SupervisionTick():
@@ -207,14 +200,14 @@ class Supervision:
         del self._specs[name]
         words = f"{name} on {watched.spec.machine} ended {watched.failures} times in a row: {cause}"
         yield StopProcess(name, "is not restarted again")
-        if self._specs or self._changes.last_s is not None or self._is_planning:
+        if self._specs or self._changed_s is not None or self._is_planning:
             yield LogMessage(f"{words}; it is not restarted again, the other workers continue")
         else:
             yield Fail(f"no worker is left; {words}")
 
     # ---- machines ----------------------------------------------------------------------------------------------------
 
-    def _lost(self, event: MachineLost) -> Iterator[Command]:
+    def _on_machine_lost(self, event: MachineLost) -> Iterator[Command]:
         gone = [watched.spec.name for watched in self._specs.values() if watched.spec.machine == event.machine]
         for name in gone:
             del self._specs[name]
@@ -223,17 +216,16 @@ class Supervision:
         yield LogMessage(f"machine {event.machine} has left the cluster{words}")
         if event.machine in self._training:
             yield TrainerLost(event.machine)
-        self._changes.joined.discard(event.machine)
-        self._changes.lost.add(event.machine)
-        self._changes.last_s = event.at_s
+        self._joined.discard(event.machine)
+        self._lost.add(event.machine)
+        self._changed_s = event.at_s
 
     def _planned(self, event: Planned) -> Iterator[Command]:
         self._is_planning = False
         yield LogMessage(event.words)
-        lost = self._changes.lost  # machines that left the cluster while the planner ran
-        if event.workers is not None:
-            yield from self._apply([spec for spec in event.workers if spec.machine not in lost])
-        if not self._specs and self._changes.last_s is None:
+        if event.workers is not None:  # some of their machines may have left while the planner ran
+            yield from self._apply([spec for spec in event.workers if spec.machine not in self._lost])
+        if not self._specs and self._changed_s is None:
             yield Fail("no worker is left, and no machine can run a worker")
 
     def _apply(self, wanted: Sequence[ProcessSpec]) -> Iterator[Command]:
@@ -257,8 +249,8 @@ class Supervision:
             if watched.begin_s is not None and event.at_s >= watched.begin_s:
                 watched.begin_s = None
                 yield StartProcess(watched.spec)
-        last_s = self._changes.last_s
-        if last_s is not None and not self._is_planning and event.at_s - last_s >= self.rules.settle_s:
-            changes, self._changes = self._changes, _MachineChanges()
+        changed_s = self._changed_s
+        if changed_s is not None and not self._is_planning and event.at_s - changed_s >= self.rules.settle_s:
+            yield Replan(tuple(sorted(self._lost)), tuple(sorted(self._joined)))
+            self._lost, self._joined, self._changed_s = set(), set(), None
             self._is_planning = True
-            yield Replan(tuple(sorted(changes.lost)), tuple(sorted(changes.joined)))

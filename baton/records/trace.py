@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -57,15 +58,9 @@ class Tracer(Protocol):
 
 
 def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide the spans of a trace at its marks `BEGIN` and `GAP` into periods in which no span is missing. Marks and
-    empty periods are omitted."""
-    found: list[list[Span]] = [[]]
-    for span in spans:
-        if span.name in (BEGIN, GAP):
-            found.append([])
-        else:
-            found[-1].append(span)
-    return [period for period in found if period]
+    """Divide the spans of a trace at its marks `BEGIN` and `GAP` into periods without gaps. Marks are omitted."""
+    periods = groupby(spans, lambda span: span.name in (BEGIN, GAP))
+    return [list(period) for is_mark, period in periods if not is_mark]
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
@@ -103,7 +98,6 @@ class TraceWriter:
         self._directory, self._limit = directory, limit_bytes
         self._lock = Lock()
         self._pending: list[Span] = []
-        self._is_overfull = False
         self._offset_s = time.time() - time.monotonic()
         self._path = Path()
         self._size = self._room = self._part = 0
@@ -117,8 +111,7 @@ class TraceWriter:
         with self._lock:
             if len(self._pending) < MAX_PENDING:
                 self._pending.append(made)
-            elif not self._is_overfull:
-                self._is_overfull = True
+            elif len(self._pending) == MAX_PENDING:
                 self._pending.append(Span(GAP, actor, 0, made.begin_s, made.begin_s))
 
     def mark(self, name: str, **facts: Any) -> None:
@@ -129,7 +122,7 @@ class TraceWriter:
     def flush(self) -> None:
         """Write the recorded spans, without waiting for the disk. Only one thread may call this. Raises OSError."""
         with self._lock:
-            spans, self._pending, self._is_overfull = self._pending, [], False
+            spans, self._pending = self._pending, []
         if self._directory is None or not spans:
             return
         if not self._room:

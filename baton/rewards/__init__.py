@@ -1,2 +1,1 @@
-"""Computes rewards of responses: scorers, answer formats, reward functions in killable processes, scorers behind
-HTTP."""
+"""Computes rewards of responses: scorers, answer formats, reward functions in killable processes, remote scorers."""

@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 from blake3 import blake3
+from msgspec.structs import asdict
 
 from baton.errors import UserError
 from baton.rewards.dataset_columns import find_reference
@@ -42,8 +43,7 @@ MAX_REWARD = 1e6
 """Maximum magnitude of a reward and of each reward part. Statistics are computed in float32, which has 7 digits. Above
 this limit, rewards that differ by 0.1 become equal; the square of a reward above 1.8e19 overflows."""
 PASSED: dict[str, RewardFunction] = {}
-"""The functions that a script passed to `baton.train`, by their path in the recipe. Other processes cannot call these
-functions."""
+"""The functions that a script passed to `baton.train`, by path in the recipe. Only this process can call them."""
 BUILT_IN: dict[Signature, tuple[str, ...]] = {
     "names": ("prompt", "response", "parsed", "episode"),
     "trl": ("prompts", "completions", "completion_ids", "answer"),
@@ -92,8 +92,7 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
-    """Raise UserError if a function has a required argument that is neither in `BUILT_IN` nor a column of every
-    task."""
+    """Raise UserError if a function requires an argument that is neither in `BUILT_IN` nor a column of every task."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -129,8 +128,7 @@ def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Ca
 
 
 def waited(result: Any) -> Any:
-    """If `result` is awaitable, await it in a new event loop and return its value. Otherwise return `result`
-    unchanged."""
+    """Return `result` or, if it is awaitable, its value, which is awaited in a new event loop."""
 
     async def outcome() -> Any:
         return await result
@@ -240,7 +238,7 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
     columns = prompt.metadata if episode is None else prompt.metadata["row"]
     assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
     if signature == "names":
-        text = [_plain(m) for m in prompt.messages] if prompt.is_conversation else prompt.messages[-1].content
+        text = [asdict(m) for m in prompt.messages] if prompt.is_conversation else prompt.messages[-1].content
         built_in = {"prompt": text, "response": call.response, "parsed": call.answer, "episode": episode}
         answer = prompt.answer if episode is None else find_reference(columns)
         reference = {} if answer is None else {"answer": answer}
@@ -256,8 +254,8 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
         return function(data_source=source, solution_str=call.response, ground_truth=raw, extra_info=extra_info)
     arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
     if prompt.is_conversation:
-        arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]
-        arguments["completions"] = [[_plain(m) for m in c.turns or (Message("assistant", c.response),)] for c in calls]
+        arguments["prompts"] = [[asdict(m) for m in prompt.messages] for _ in calls]
+        arguments["completions"] = [[asdict(m) for m in c.turns or (Message("assistant", c.response),)] for c in calls]
     else:
         arguments["prompts"] = [prompt.messages[-1].content] * len(calls)
         arguments["completions"] = [c.response for c in calls]
@@ -272,10 +270,6 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
         return arguments
     named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
     return {p.name: arguments.get(p.name) for p in named if p.name in arguments or p.default is inspect.Parameter.empty}
-
-
-def _plain(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
 
 
 def _import_module(name: str) -> Any:

@@ -56,8 +56,7 @@ class Isolation:
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Make `scratch` the working directory. Call this method after all imports, because import paths may be
-        relative to the run's directory."""
+        """Make `scratch` the working directory. Call after all imports: their paths may be relative to the run's."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 
@@ -181,24 +180,23 @@ def _kill_descendants(session: int) -> None:
     while True:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGKILL)
-        for pid in _children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid, (_, parent, *_) in all_processes():
+            if int(parent) == os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-def _children() -> list[int]:
+def all_processes() -> list[tuple[int, list[str]]]:
+    """Return the id of each process of this machine, with the fields of /proc/ID/stat after its name: the state, the
+    ids of the parent, the process group and the session, and further fields."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == os.getpid():
-            found.append(int(stat.parent.name))
+        with suppress(OSError):  # the process has ended
+            found.append((int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()))
     return found
 
 

@@ -1,5 +1,4 @@
-"""Tests mathematical equality with math-verify. Call these functions only in the main thread of a process that can be
-killed."""
+"""Tests mathematical equality with math-verify. Call only in the main thread of a process that can be killed."""
 
 from __future__ import annotations
 

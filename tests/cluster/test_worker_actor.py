@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster.placement import ProcessSpec
 from baton.cluster.ray.actors import WorkerActor, WorkerArguments
+from baton.cluster.ray.supervisor import engine_arguments
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import chosen
 
@@ -18,20 +20,17 @@ Start = Callable[..., WorkerActor]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Returns a function (script, arguments) that starts an actor, whose worker process is a shell script."""
+    """Returns a function (script, further arguments) that starts an actor, whose worker process is a shell script."""
     started: list[WorkerActor] = []
     program = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def start(script: str, *, engine: str = "embedded", options: tuple[str, ...] = ()) -> WorkerActor:
+    def start(script: str, *more: str) -> WorkerActor:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        arguments = WorkerArguments(
-            name="w", url="http://127.0.0.1:1", token="t", certificate="", is_insecure=False, slots=1, threads=1,
-            device="cpu", engine=engine, options=options,
-        )  # fmt: skip
-        started.append(WorkerActor(arguments))
+        command = ("http://127.0.0.1:1", "--slots", "1", "--threads", "1", "--device", "cpu", *more)
+        started.append(WorkerActor(WorkerArguments(command, token="t", certificate="", threads=1)))
         return started[-1]
 
     yield start
@@ -42,9 +41,15 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 def test_the_options_of_a_worker_belong_to_the_kind_of_its_engine(start: Start) -> None:
     """`baton worker` checks options before it knows the recipe, so the command line names the kind too."""
     script = 'echo "$@" | tr " " "\\n" | grep -A1 engine | grep -v "^--$"'
-    said = start(script, engine="vllm", options=("tensor_parallel=2",)).watch()
-    assert said.endswith("--engine | vllm | --engine-option | tensor_parallel=2")
-    assert chosen(EngineSettings(), kind="vllm", options=["tensor_parallel=2"]).vllm.tensor_parallel == 2
+    spec = ProcessSpec("worker-0", "worker", "m", "H100", ("m:0", "m:1"), {"GPU": 2.0}, 1, 8, tp=2)
+    of_server = engine_arguments("sglang", spec, {spec.gpu_ids: "http://h:1"})
+    assert of_server == ("--engine", "sglang", "--engine-option", "url=http://h:1")
+    assert engine_arguments("embedded", spec, {}) == ()
+    arguments = engine_arguments("vllm", spec, {})
+    said = start(script, *arguments).watch()
+    options = "--engine-option | tensor_parallel=2 | --engine-option | pipeline_parallel=1"
+    assert said.endswith(f"--engine | vllm | {options}")
+    assert chosen(EngineSettings(), kind=arguments[1], options=arguments[3::2]).vllm.tensor_parallel == 2
 
 
 def test_the_end_of_a_worker_is_one_line_however_many_it_wrote(start: Start) -> None:

@@ -26,6 +26,7 @@ import msgspec
 
 import baton
 from baton.clock import time_left
+from baton.rewards.isolation import all_processes
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
@@ -35,27 +36,17 @@ MAX_LOG_BYTES: Final = 2000
 
 
 class WorkerArguments(msgspec.Struct, frozen=True):
-    """The command-line arguments of a worker."""
+    """The arguments of a worker."""
 
-    name: str
-    url: str
+    command: tuple[str, ...]
+    """Arguments of `baton worker`, without those that name a file on the worker's machine."""
     token: str
     certificate: str
-    is_insecure: bool
-    slots: int
     threads: int
-    device: str
-    engine: str = "embedded"
-    """Kind of engine; `options` are options of this engine."""
-    options: tuple[str, ...] = ()
-    """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU. The
-    first element is the name of the environment variable that selects the GPUs that a process sees. The second element
-    is either a string, the GPU's id that becomes the variable's value, or an integer, the GPU's index among the GPUs
-    that the actor sees."""
-    sleeps: bool = False
-    """Whether `WorkerActor.use_device` is called."""
+    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU: the name
+    of the environment variable that selects the GPUs of a process, and either the GPU's id in this variable (a string)
+    or the GPU's index among the GPUs that the actor sees (an integer)."""
 
 
 PIECE_BYTES = 64 * 2**20
@@ -95,19 +86,11 @@ class WorkerActor:
         self._scratch = own_directory("worker")
         self._log = self._scratch / "worker.log"
         write_private(self._scratch / "token", start.token.encode())
-        command = [sys.executable, "-m", "baton", "worker", start.url, "--token-file", str(self._scratch / "token")]
-        command += ["--slots", str(start.slots), "--threads", str(start.threads), "--device", start.device, "--tied"]
-        if start.sleeps:
-            command.append("--sleeps")
-        if start.options:
-            command += ["--engine", start.engine]
-        for option in start.options:
-            command += ["--engine-option", option]
+        command = [sys.executable, "-m", "baton", "worker", *start.command, "--tied"]
+        command += ["--token-file", str(self._scratch / "token")]
         if start.certificate:
             (self._scratch / "hub.pem").write_text(start.certificate)
             command += ["--ca", str(self._scratch / "hub.pem")]
-        if start.is_insecure:
-            command.append("--insecure")
         self._turns, inner = socket.socketpair()  # closes with this process, which ends the worker
         environment = {**_environment(start.threads), **_gpus(start)}
         with self._log.open("ab") as log, inner:  # a session of its own, so that `end_session` finds its children
@@ -165,7 +148,11 @@ def end_session(pid: int, deadline_s: float) -> bool:
     """Kill a worker's process and the processes that it started, on this machine. Return True when all these processes
     have ended and their memory is free, and False if a process remains after the deadline."""
     left_s = time_left(deadline_s)
-    while own := _of_session(pid):
+    while own := [
+        each
+        for each, (state, _, _, session, *_) in all_processes()
+        if int(session) == pid and state not in "ZX"  # not a zombie
+    ]:
         if left_s() <= 0:
             return False
         for each in own:
@@ -173,18 +160,6 @@ def end_session(pid: int, deadline_s: float) -> bool:
                 os.kill(each, signal.SIGKILL)
         time.sleep(0.02)
     return True
-
-
-def _of_session(session: int) -> list[int]:
-    """Return the ids of the running processes of a session, without zombie processes."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                state, _, _, own = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(own) == session and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -198,8 +173,7 @@ class RankActor:
     """An actor that runs one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
     def __init__(self, info: bytes, directory: str, address: str) -> None:
-        """`info`: encoded RankInfo without its host. `directory`: the controller's working directory, on a shared file
-        system."""
+        """`info`: encoded RankInfo without its host. `directory`: the controller's working directory, a shared one."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 

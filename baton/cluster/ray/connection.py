@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.cluster.inventory import DescribedCluster, describe, machines
+from baton.cluster.placement import ProcessPart, ProcessSpec
 from baton.errors import BatonError, RankLost, UserError, first_line
 from baton.recipe.load import load_recipe
 from baton.specs.cluster import ClusterSettings
@@ -99,8 +100,7 @@ class RayCluster:
 
     @calling_ray()
     def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
-        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds. Raises
-        RankLost (`calling_ray`)."""
+        """Wait until every node has answered or is no longer alive, at most `deadline_s`. Raises RankLost."""
         futures = {node: self.run_on(node, _answer) for node in nodes}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:
@@ -128,21 +128,20 @@ class RayCluster:
         with suppress(Exception):
             remove_placement_group(group)
 
-    def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
+    def options(self, group: Any, index: int, spec: ProcessSpec | ProcessPart) -> dict[str, Any]:
         """Return the options of an actor in a bundle of a placement group. An actor that does not request the resource
         `GPU` may request a GPU under another resource name. Such an actor therefore sees all GPUs of its machine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        rest = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}
         return {
-            "num_cpus": resources.get("CPU", 0),
-            "num_gpus": resources.get("GPU", 0),
-            "resources": rest,
+            "num_cpus": spec.resources.get("CPU", 0),
+            "num_gpus": spec.resources.get("GPU", 0),
+            "resources": {key: amount for key, amount in spec.resources.items() if key not in ("CPU", "GPU")},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             "max_restarts": 0,
             "runtime_env": {
                 "env_vars": {
-                    "OMP_NUM_THREADS": str(threads),
+                    "OMP_NUM_THREADS": str(spec.threads),
                     "GOMP_SPINCOUNT": "10000",
                     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
                 }

@@ -48,7 +48,7 @@ class RayRanks:
                     # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
                     gpu = None if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
                     info = RankInfo(rank=rank, size=len(specs), threads=spec.threads, device_index=gpu)
-                    actor = actor_class.options(**cluster.options(self.group, rank, spec.resources, spec.threads))
+                    actor = actor_class.options(**cluster.options(self.group, rank, spec))
                     address = machines[spec.machine].address
                     self._actors.append(actor.remote(encode(info), str(Path.cwd()), address))
                 pids = [actor.pid.remote() for actor in self._actors]

@@ -136,7 +136,7 @@ class _RayReplica(RemoteReplica):
         try:
             with calling_ray():
                 for index, (machine, part) in enumerate(zip(machines, parts, strict=True)):
-                    options = cluster.options(self._group, index, part.resources, part.threads)
+                    options = cluster.options(self._group, index, part)
                     if spec.gpu != CPU and "GPU" not in part.resources:  # the actor sees all GPUs of its machine
                         indices = ",".join(index for name, _, index in gpus if name == part.machine)
                         options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] = indices
@@ -196,9 +196,8 @@ class _RayReplica(RemoteReplica):
                 self._changed.notify_all()
 
     def _check_further(self) -> None:
-        """Raise EngineFault or DeadlineExceeded if an actor on a further machine reports an error, has ended, or has
-        not answered its last call in time. Start the next check, at most one per actor in `_CHECK_S` seconds. Does not
-        wait."""
+        """Without waiting, raise EngineFault or DeadlineExceeded if an actor on a further machine reports an error, has
+        ended, or has not answered its last call in time. Start at most one check per actor in `_CHECK_S` seconds."""
         if not self._further or not self._checking.acquire(timeout=0):
             return
         try:

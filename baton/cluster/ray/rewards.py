@@ -36,8 +36,7 @@ class RayRewards:
         device: str,
         log: Callable[[str], None],
     ) -> None:
-        """`machines`: name in the plan → machine. `device`: `model.device` of the recipe, without the index of a
-        GPU."""
+        """`machines`: name in the plan → machine. `device`: `model.device` of the recipe, without a GPU's index."""
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._device = device
         self._groups: list[Any] = []
@@ -69,9 +68,7 @@ class RayRewards:
         name = f"{spec.name} on {spec.machine}"
         self._log(f"{name} is started again" if spec.name in self._has_begun else spec.words)
         self._has_begun.add(spec.name)
-        actor_class = self._cluster.ray.remote(RewardActor).options(
-            **self._cluster.options(group, 0, spec.resources, spec.threads)
-        )
+        actor_class = self._cluster.ray.remote(RewardActor).options(**self._cluster.options(group, 0, spec))
         # an actor sees only its own GPU if it requests the resource `GPU`, otherwise all GPUs
         gpu = 0 if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
         actor = actor_class.remote(str(Path.cwd()), gpu)

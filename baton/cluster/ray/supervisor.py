@@ -30,7 +30,6 @@ from baton.cluster.ray.actors import GRACE_S, WorkerActor, WorkerArguments, end_
 from baton.cluster.ray.connection import GET_S, START_DEADLINE_S, RayCluster, calling_ray
 from baton.cluster.replanning import Replanner, ReplanResult
 from baton.errors import EngineFault, RankLost, first_line
-from baton.recipe.recipe import Recipe
 from baton.swarm.listen import is_loopback
 from baton.swarm.supervisor import HubAccess
 from baton.trainer.parallel.messages import HOW_TO_GO_ON
@@ -149,8 +148,7 @@ class RayWorkerSupervisor:
                     raise self._not_free(running)
 
     def wake_up(self) -> None:
-        """Let the workers allocate their memory again, and start the workers whose start was postponed since
-        `sleep`."""
+        """Let the workers allocate their memory again, and start those whose start `sleep` has postponed."""
         with self._lock:
             is_change, self._is_trainers_turn = self._is_trainers_turn, False
         if is_change:
@@ -254,7 +252,7 @@ class RayWorkerSupervisor:
         arguments = self._worker_arguments(spec)
         group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}") if spec.resources else None
         where, bundle = (group, 0) if group is not None else (self.ranks[0], max(spec.ranks))
-        options = cluster.options(where, bundle, spec.resources, spec.threads)
+        options = cluster.options(where, bundle, spec)
         try:
             with calling_ray():
                 actor = cluster.ray.remote(WorkerActor).options(**options, max_concurrency=4).remote(arguments)
@@ -267,7 +265,7 @@ class RayWorkerSupervisor:
         self._log(spec.words)
 
     def _worker_arguments(self, spec: ProcessSpec) -> WorkerArguments:
-        access = self._access
+        access, recipe = self._access, self._planner.recipe
         if spec.name not in self._tokens:
             self._tokens[spec.name] = access.token(spec.name)
         hub = urlsplit(access.url)
@@ -275,20 +273,14 @@ class RayWorkerSupervisor:
         if host in ("0.0.0.0", "::"):
             host = self._cluster.own_address
         url = f"{hub.scheme}://{f'[{host}]' if ':' in host else host}:{hub.port}"
-        return WorkerArguments(
-            name=spec.name,
-            url=url,
-            token=self._tokens[spec.name],
-            certificate=access.certificate,
-            is_insecure=hub.scheme == "http" and not is_loopback(host),
-            slots=spec.slots,
-            threads=spec.threads,
-            device=self._planner.recipe.model.device,
-            engine=self._planner.recipe.engine.kind,
-            options=_engine_options(self._planner.recipe, spec, self._planner.servers),
-            gpus=worker_gpus(spec, self.ranks[1]),
-            sleeps=bool(spec.ranks),
-        )
+        command = [url, "--slots", str(spec.slots), "--threads", str(spec.threads), "--device", recipe.model.device]
+        command += engine_arguments(recipe.engine.kind, spec, self._planner.servers)
+        if spec.ranks:
+            command.append("--sleeps")
+        if hub.scheme == "http" and not is_loopback(host):
+            command.append("--insecure")
+        gpus = worker_gpus(spec, self.ranks[1])
+        return WorkerArguments(tuple(command), self._tokens[spec.name], access.certificate, spec.threads, gpus)
 
     def _await_ends(self) -> None:
         """Wait at most half a second for a worker to start or end."""
@@ -415,14 +407,15 @@ class RayWorkerSupervisor:
             self._handle(sv.Planned(time.monotonic(), result.workers, result.words))
 
 
-def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
-    """Return engine options with the parallel shape of a replica, or with the URL of its server; empty if the engine
-    has no such options."""
+def engine_arguments(kind: str, spec: ProcessSpec, servers: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
+    """Return the arguments of `baton worker` for the URL of a replica's server, or for the replica's parallel shape;
+    empty if its engine needs neither. `kind`: kind of the engine."""
     if (url := servers.get(spec.gpu_ids)) is not None:
-        return (f"url={url}",)
-    if recipe.engine.kind != "vllm" or spec.tp * spec.pp == 1 or spec.gpu == CPU:
+        return ("--engine", kind, "--engine-option", f"url={url}")
+    if kind != "vllm" or spec.tp * spec.pp == 1 or spec.gpu == CPU:
         return ()
-    return (f"tensor_parallel={spec.tp}", f"pipeline_parallel={spec.pp}")
+    shape = ("--engine-option", f"tensor_parallel={spec.tp}", "--engine-option", f"pipeline_parallel={spec.pp}")
+    return ("--engine", kind, *shape)
 
 
 def worker_gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
