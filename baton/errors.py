@@ -17,6 +17,8 @@ BatonError
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Final, NamedTuple
 
 import msgspec
@@ -91,6 +93,12 @@ class WeightsFault(BatonError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its class name if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the hint for an error about an unknown name: the most similar known name, or `otherwise`."""
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 MAX_TEXT: Final = 2000

@@ -1,18 +1,19 @@
-"""List all keys of recipes, from the settings classes."""
+"""List all keys of recipes from the settings classes, and the algorithm presets with their papers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
+from dataclasses import asdict
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from baton.errors import UserError
+from baton.errors import UserError, nearest
 from baton.recipe.load import section_class
 from baton.recipe.recipe import Recipe, WarmStart
+from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
 """Names of the sections that may appear several times."""
@@ -39,8 +40,7 @@ def recipe_keys(section: str | None = None) -> list[RecipeKey]:
     chosen = [key for key in found if key.section == section]
     if not chosen:
         sections = list(dict.fromkeys(key.section for key in found if key.section))
-        near = get_close_matches(section, sections, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sections)}"
+        hint = nearest(section, sections, f"there are {', '.join(sections)}")
         raise UserError(f"recipes have no section {section!r}; {hint}")
     return chosen
 
@@ -68,3 +68,32 @@ def _without_constraints(annotation: Any) -> Any:
     if get_origin(annotation) is tuple:
         return tuple[tuple(map(_without_constraints, get_args(annotation)))]  # type: ignore[misc]
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+class Algorithm(msgspec.Struct, frozen=True):
+    """An algorithm preset as `baton algorithms` prints it."""
+
+    name: str
+    paper: str
+    """arXiv id of the paper."""
+    idea: str
+    updates: str
+    """Optimiser updates per batch in the paper."""
+    sets: dict[str, Any]
+    """Keys of [algorithm] whose values differ from the defaults, with these values."""
+    rollout: dict[str, Any]
+    """Keys of [rollout] that the preset sets, with their values."""
+    all: dict[str, Any]
+    """All keys of [algorithm], with their values under this preset."""
+
+
+def list_algorithms(name: str | None = None) -> list[Algorithm]:
+    """Return all presets, or only the preset with this name. Raises UserError for an unknown name."""
+    if name is not None and name not in PRESETS:
+        hint = nearest(name, PRESETS, f"there are {', '.join(PRESETS)}")
+        raise UserError(f"there is no algorithm {name!r}; {hint}")
+    return [
+        Algorithm(name=each, all=AlgorithmSettings(name=each).model_dump(mode="json"), **asdict(preset))
+        for each, preset in PRESETS.items()
+        if name in (None, each)
+    ]

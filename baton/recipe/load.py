@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from baton.errors import UserError
+from baton.errors import UserError, nearest
 from baton.policy.settings import ModelSettings
 from baton.recipe.changes import REMOVED, RENAMED
 from baton.recipe.shipped import find, shipped, shipped_recipes
@@ -168,9 +168,7 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
         if where in RENAMED:
             return f"{where} is now called {RENAMED[where]}"
         known = sorted(_fields_at(kind, problem["loc"][:-1]))
-        key = str(problem["loc"][-1])
-        near = get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        hint = nearest(str(problem["loc"][-1]), known, f"known are {', '.join(known)}")
         return f"unknown key {where}; {hint}"
     if problem["type"] == "missing":
         return f"{where} is missing"
