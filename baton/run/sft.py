@@ -25,14 +25,14 @@ from baton.records.evaluation import Evaluation
 from baton.records.metrics import MetricsWriter, start_wandb
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
-from baton.run.assemble import evaluate_model, set_up_torch
+from baton.run.assemble import evaluate_recipe, evaluated_model, set_up_torch
 from baton.run.resume import with_revisions
 from baton.run.tokenization import PromptEncoder
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.stream import TaskMixture
 from baton.trainer.sft import Demonstration, fine_tune, schedule_of
-from baton.types import Message, Prompt
+from baton.types import Message, Prompt, SamplingParams
 
 LOSS_WINDOW = 50
 """Number of latest updates over which the loss is averaged, in progress lines, metrics and the report."""
@@ -129,9 +129,9 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
     results: list[Evaluation] = []
     if is_evaluated:
         for temperature in (recipe.eval.temperature, *((0.0,) if recipe.eval.greedy else ())):
-            results += evaluate_model(
-                output, run.path / "recipe.toml", temperature=temperature, default_samples=recipe.eval.samples
-            )
+            evaluated, path = evaluated_model(output, run.path / "recipe.toml")
+            sampling = SamplingParams(0, temperature)
+            results += evaluate_recipe(evaluated, path, sampling, default_samples=recipe.eval.samples)
     report = WarmStartReport(
         str(output),
         sum(p.numel() for p in model.parameters()),
