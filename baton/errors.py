@@ -135,7 +135,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     it cannot answer a request."""
 
     kind: str
-    """Name of the error, as `_name_of` returns it."""
+    """Name of the error's class, or of its nearest base class, in `NAMES`; for other errors, the name of the nearest
+    base class that Baton does not define."""
     text: str
     errno: int = 0
     """Error number of an OSError; 0 for other errors."""
@@ -150,13 +151,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
 
 def fault_of(error: BaseException) -> Fault:
     """Return the message that reports an error."""
+    bases = type(error).__mro__
+    named = (NAMES[base] for base in bases if base in NAMES)
+    foreign = (base.__name__ for base in bases if not base.__module__.startswith("baton."))
     errno = (error.errno or 0) if isinstance(error, OSError) else 0
-    return Fault(_name_of(type(error)), str(error)[:MAX_TEXT], errno)
-
-
-def _name_of(kind: type[BaseException]) -> str:
-    """Return the name of the class, or of its nearest base class, in `NAMES`. For other errors, return the name of the
-    nearest base class that Baton does not define."""
-    named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
-    foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
-    return next(named, None) or next(foreign)
+    return Fault(next(named, None) or next(foreign), str(error)[:MAX_TEXT], errno)
