@@ -49,8 +49,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, not UTF-8, or a number with too many digits
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    _find_beside(tree, path.parent)
-    return tree
+    found: dict[str, Any] = tree if path.parent == Path() else _with_paths_beside(tree, path.parent)
+    return found
 
 
 def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
@@ -84,30 +84,26 @@ FUNCTIONS = (
 """Keys whose values, or whose list's elements, may have the form `file.py:name`."""
 
 
-def _find_beside(tree: dict[str, Any], directory: Path) -> None:
-    """Replace relative paths that exist in the recipe's directory; others stay relative to the current directory."""
-    for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
-        *parents, last = key.split(".")
-        nodes: list[Any] = [tree]
-        for parent in parents:
-            found = [node.get(parent) for node in nodes if isinstance(node, dict)]
-            nodes = [item for each in found for item in (each if isinstance(each, list) else [each])]
-        for node in nodes:
-            is_server_model = key == "reward.model" and isinstance(node, dict) and node.get("kind") == "http"
-            if isinstance(node, dict) and last in node and not is_server_model:
-                node[last] = _beside(node[last], directory, is_function=key in FUNCTIONS)
-
-
-def _beside(value: Any, directory: Path, *, is_function: bool) -> Any:
-    """Return the value of a key, or of a list's elements, for `_find_beside`."""
-    if isinstance(value, list):
-        return [_beside(each, directory, is_function=is_function) for each in value]
-    if not isinstance(value, str):
-        return value
-    file, colon, name = value.partition(":") if is_function else (value, "", "")
+def _with_paths_beside(part: Any, directory: Path, key: str = "") -> Any:
+    """Return a part of a recipe in which each relative path that exists in `directory` begins with `directory`. Other
+    paths stay relative to the current directory. `key`: dotted name of the part."""
+    if isinstance(part, list):
+        return [_with_paths_beside(each, directory, key) for each in part]
+    if isinstance(part, dict):
+        found = {
+            name: _with_paths_beside(value, directory, f"{key}.{name}".removeprefix("."))
+            for name, value in part.items()
+        }
+        if key == "reward" and part.get("kind") == "http" and "model" in part:
+            found["model"] = part["model"]  # the name of a model on the server
+        return found
+    is_function = key in FUNCTIONS
+    if not isinstance(part, str) or not (is_function or key in PATHS):
+        return part
+    file, colon, name = part.partition(":") if is_function else (part, "", "")
     is_file = not is_function or file.endswith(".py")
     is_found = is_file and not Path(file).is_absolute() and (directory / file).exists()
-    return f"{directory / file}{colon}{name}" if is_found else value
+    return f"{directory / file}{colon}{name}" if is_found else part
 
 
 def _checkpoint_of_run(run: Path) -> str:
