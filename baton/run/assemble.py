@@ -23,6 +23,7 @@ from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError, first_line
 from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+from baton.policy.settings import ModelSettings
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.changes import with_current_keys
@@ -239,9 +240,17 @@ def build_loop(
     A request through `stop` ends every wait of the loop except the wait for a train step. Raises UserError for mistakes
     that can be detected before the first step. After this error, the run's directory is unchanged.
     """
-    lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
+    path, recorded = recipe.run.path, None
+    if not resume:
+        RunDirectory.check_free(path, overwrite=overwrite)
+    lock = RunLock.take(path, observer.said)
     with ExitStack() as locked:
         locked.callback(lock.release)
+        if resume and (path / "run.json").exists():
+            recorded = with_current_keys(RunDirectory.open(path).recipe())
+        else:  # check again: another process may have written a run before this process took the lock
+            RunDirectory.check_free(path, overwrite=overwrite)
+        recipe = with_dtypes(with_revisions(recipe, recorded), recorded)
         opened = locked.enter_context(ExitStack())
         parts = remote or RemoteParts()
         loop = _open_loop(recipe, observer, lock, opened, stop or StopRequest(), parts, resume=resume)
@@ -367,25 +376,6 @@ def _open_trainer(
         assert isinstance(trainer, LocalTrainer | RankedTrainer)
         trainer.sleep()
     return trainer, save_checkpoint
-
-
-def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool) -> tuple[RunLock, Recipe]:
-    """Lock the run's directory. Return the lock, and the recipe with resolved dtypes and revisions of Hugging Face
-    models and datasets."""
-    path = recipe.run.path
-    if not resume:
-        RunDirectory.check_free(path, overwrite=overwrite)
-    lock = RunLock.take(path, observer.said)
-    try:
-        if resume and (path / "run.json").exists():
-            recorded = with_current_keys(RunDirectory.open(path).recipe())
-            return lock, with_dtypes(with_revisions(recipe, recorded), recorded)
-        # check again: another process may have written a run before this process took the lock
-        RunDirectory.check_free(path, overwrite=overwrite)
-        return lock, with_dtypes(with_revisions(recipe))
-    except BaseException:
-        lock.release()
-        raise
 
 
 def train_here(
@@ -588,11 +578,9 @@ def evaluate_recipe(
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
     wanted = num_prompts or recipe.eval.num_prompts
-
-    def chosen(mixture: TaskMixture) -> Sequence[Prompt]:
-        return mixture.held_out(wanted, or_fewer=num_prompts is None)
-
-    with open_evaluator(recipe, model_path, chosen, default_samples) as evaluator:
+    with open_evaluator(
+        recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None), default_samples
+    ) as evaluator:
         results, groups = evaluator.evaluate(sampling, version=EVAL.number, samples=samples)
     if write_to is not None:
         write_responses(write_to, evaluator.encoder.tokenizer, groups)
@@ -621,10 +609,10 @@ def open_evaluator(
         mixture.limit(encoder.num_tokens, recipe.engine.max_context_tokens - 1)
         judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
         prompts = choose(mixture)
-        device = torch_device("auto" if recipe.model is None else recipe.model.device)
+        own = recipe.model or ModelSettings(path=model_path)
+        device = torch_device(own.device)
         dtype = torch_dtype(recipe.engine.dtype, device)
-        head_dtype = "auto" if recipe.model is None else recipe.model.head_dtype
-        model = load_model(model_path, dtype=dtype, device=device, head_dtype=head_dtype)
+        model = load_model(model_path, dtype=dtype, device=device, head_dtype=own.head_dtype)
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
         episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
         timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens

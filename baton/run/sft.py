@@ -91,12 +91,12 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
     """`ending`: closed if an error ends the warm start."""
     is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
     if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
-        tokenizer = None if recipe.model is None else load_tokenizer(recipe.model.path)
-        tasks = (*recipe.task, *recipe.eval.task)
-        tool_format = None if tokenizer is None else PromptEncoder(tokenizer, tasks).tool_format
-        tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
-        with closing(tests):
-            tests.held_out(recipe.eval.num_prompts, or_fewer=True)
+        tasks, tool_format = (*recipe.task, *recipe.eval.task), None
+        if recipe.model is not None:
+            tool_format = PromptEncoder(load_tokenizer(recipe.model.path), tasks).tool_format
+        mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
+        with closing(mixture):
+            mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
     resolved = recipe.model_dump(mode="json")
     wandb = start_wandb(recipe.run.path, recipe.log, without_none(resolved), is_new=True)
     if wandb is not None:
@@ -148,12 +148,9 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
     if recipe.model is not None:
         own = recipe.model
         tokenizer = load_tokenizer(own.path)
+        device = torch_device(own.device)
         model = load_model(
-            own.path,
-            dtype=torch.float32,
-            device=torch_device(own.device),
-            attention=own.attention,
-            head_dtype=own.head_dtype,
+            own.path, dtype=torch.float32, device=device, attention=own.attention, head_dtype=own.head_dtype
         )
         if not end_ids(model, tokenizer):
             raise UserError(
