@@ -49,18 +49,18 @@ def _keys(kind: type[BaseModel]) -> Iterator[RecipeKey]:
     nested = {name: section_class(field) for name, field in kind.model_fields.items()}
     for name, field in kind.model_fields.items():
         if nested[name] is None:
-            yield _key("", name, field)
+            yield _key(name, field)
     for section, owner in nested.items():
         if owner is not None:
             for key in _keys(owner):
                 yield msgspec.structs.replace(key, section=f"{section}.{key.section}" if key.section else section)
 
 
-def _key(section: str, name: str, field: FieldInfo) -> RecipeKey:
+def _key(name: str, field: FieldInfo) -> RecipeKey:
     annotation = _without_constraints(field.annotation)
     shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     default = None if field.is_required() else repr(field.get_default(call_default_factory=True))
-    return RecipeKey(section, name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))
+    return RecipeKey("", name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))
 
 
 def _without_constraints(annotation: Any) -> Any:
