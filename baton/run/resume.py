@@ -127,14 +127,11 @@ def checkpoint_writer(
     UserError if this system has no directory for files in host memory."""
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
-    def write(state: LoopState) -> SavedCheckpoint:
+    def write(state: LoopState, save: Callable[[Path], None]) -> SavedCheckpoint:
         path = checkpoint_path(run.checkpoints, state.step)
         try:
             with atomic_directory(path, before_rename=run.check_held) as directory:
-                if staged is None:
-                    trainer.save(directory)
-                else:
-                    _copy_files(staged / "checkpoint", directory)
+                save(directory)
                 with writing(directory / LOOP_STATE):
                     (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
                 seal(directory)
@@ -145,17 +142,18 @@ def checkpoint_writer(
         return SavedCheckpoint(path, checkpoint_step(list_checkpoints(run.checkpoints)[-keep:][0]))
 
     def take(state: LoopState) -> Callable[[], SavedCheckpoint]:
-        if staged is not None:
+        if staged is None:
+            return partial(write, state, trainer.save)
+        shutil.rmtree(staged, ignore_errors=True)
+        with writing(staged):
+            staged.mkdir(mode=0o700)
+            (staged / "checkpoint").mkdir()
+        try:
+            trainer.save(staged / "checkpoint")
+        except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
-            with writing(staged):
-                staged.mkdir(mode=0o700)
-                (staged / "checkpoint").mkdir()
-            try:
-                trainer.save(staged / "checkpoint")
-            except BaseException:
-                shutil.rmtree(staged, ignore_errors=True)
-                raise
-        return partial(write, state)
+            raise
+        return partial(write, state, partial(_copy_files, staged / "checkpoint"))
 
     return take
 
