@@ -257,16 +257,16 @@ class TrainableRecipe(Recipe):
         try:
             report = execute(start, stop, out, self, callbacks)
         except Stopped:
-            if stop.signal == signal.SIGTERM:
-                sys.exit(128 + signal.SIGTERM)
-            raise KeyboardInterrupt("stopped before the first train step") from None
-        print_report(out, report)
-        run = Run(path)
-        if run.status == "stopped" and stop.signal == signal.SIGTERM:
+            stopped = "stopped before the first train step"
+        else:
+            print_report(out, report)
+            run = Run(path)
+            if run.status != "stopped" or stop.signal not in (signal.SIGINT, signal.SIGTERM):
+                return run
+            stopped = f"stopped after step {report.steps}; baton.Run({str(path)!r}).resume() continues"
+        if stop.signal == signal.SIGTERM:
             sys.exit(128 + signal.SIGTERM)
-        if run.status == "stopped" and stop.signal == signal.SIGINT:
-            raise KeyboardInterrupt(f"stopped after step {report.steps}; baton.Run({str(path)!r}).resume() continues")
-        return run
+        raise KeyboardInterrupt(stopped)
 
 
 def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") -> Predictions | None:

@@ -17,6 +17,8 @@ BatonError
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Final, NamedTuple
 
 import msgspec
@@ -93,6 +95,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the hint for an error about an unknown name: the most similar known name, or `otherwise`."""
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
 MAX_TEXT: Final = 2000
 """Maximum length of an error's text in a `Fault`, in characters; a longer text is cut."""
 
@@ -127,7 +135,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     it cannot answer a request."""
 
     kind: str
-    """Name of the error, as `_name_of` returns it."""
+    """Name of the error's class, or of its nearest base class, in `NAMES`; for other errors, the name of the nearest
+    base class that Baton does not define."""
     text: str
     errno: int = 0
     """Error number of an OSError; 0 for other errors."""
@@ -142,13 +151,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
 
 def fault_of(error: BaseException) -> Fault:
     """Return the message that reports an error."""
+    bases = type(error).__mro__
+    named = (NAMES[base] for base in bases if base in NAMES)
+    foreign = (base.__name__ for base in bases if not base.__module__.startswith("baton."))
     errno = (error.errno or 0) if isinstance(error, OSError) else 0
-    return Fault(_name_of(type(error)), str(error)[:MAX_TEXT], errno)
-
-
-def _name_of(kind: type[BaseException]) -> str:
-    """Return the name of the class, or of its nearest base class, in `NAMES`. For other errors, return the name of the
-    nearest base class that Baton does not define."""
-    named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
-    foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
-    return next(named, None) or next(foreign)
+    return Fault(next(named, None) or next(foreign), str(error)[:MAX_TEXT], errno)

@@ -20,7 +20,8 @@ import pytest
 import baton
 from baton.errors import UserError
 from baton.rewards.functions import PASSED
-from baton.run.assemble import evaluate_model
+from baton.run.assemble import evaluate_recipe, evaluated_model
+from baton.types import SamplingParams
 from tests.api_cases import CONFIG, QUESTIONS
 from tests.small_reward import evenness
 
@@ -305,7 +306,7 @@ def test_the_command_eval_leaves_out_a_function_of_another_process(
     run = train([reward, "format"], config={"eval.at_start": False})
     assert [part.function for part in run.recipe.reward] == ["__main__:own", None]
     del PASSED["__main__:own"]
-    (result,) = evaluate_model(run.path, None, temperature=0.0)
+    (result,) = evaluate_recipe(*evaluated_model(run.path, None), SamplingParams(0, 0.0))
     assert set(result.parts) == {"format"}
     assert "omits the rewards own: only the script that started the training defines their functions" in caplog.text
     with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):

@@ -154,7 +154,6 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.rollout.transport",
         "baton.rollout.engines.fake",
         "baton.trainer.settings",
-        "baton.recipe.presets",
         "baton.trainer.trainer",
         "baton.planner.solve",
         "baton.weights.settings",

@@ -19,9 +19,10 @@ from baton.errors import BatonError, Damaged
 from baton.recipe.recipe import Recipe
 from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
-from baton.run.assemble import build_loop, evaluate_model
+from baton.run.assemble import build_loop, evaluate_recipe, evaluated_model
 from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
+from baton.types import SamplingParams
 from baton.views.pages.report import write_page
 from baton.views.terminal.progress import TerminalObserver
 from tests.fork_server import exit_code_of, start_process
@@ -106,7 +107,7 @@ def evaluated(wanted: Recipe) -> list[str]:
     logger = logging.getLogger("baton")
     logger.addHandler(handler)
     try:
-        evaluate_model(wanted.run.path, None, num_prompts=1)
+        evaluate_recipe(*evaluated_model(wanted.run.path, None), SamplingParams(0), num_prompts=1)
     finally:
         logger.removeHandler(handler)
     return heard

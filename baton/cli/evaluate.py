@@ -47,19 +47,13 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint's accuracy, pass@k and reward on test sets or held-out prompts, with 95 % intervals."""
     from baton.files import check_output
-    from baton.run.assemble import evaluate_model
+    from baton.run.assemble import evaluate_recipe, evaluated_model
+    from baton.types import SamplingParams
     from baton.views.terminal.report import print_evaluations
 
     if write_to is not None:
         check_output(write_to)
-    results = evaluate_model(
-        model,
-        recipe,
-        num_prompts=num_prompts,
-        samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        write_to=write_to,
-    )
+    tasks, model_path = evaluated_model(model, recipe)
+    sampling = SamplingParams(0, temperature, top_p, top_k)
+    results = evaluate_recipe(tasks, model_path, sampling, num_prompts=num_prompts, samples=samples, write_to=write_to)
     show(results, print_evaluations, as_json=as_json)

@@ -1,18 +1,19 @@
-"""List all keys of recipes, from the settings classes."""
+"""List all keys of recipes from the settings classes, and the algorithm presets with their papers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
+from dataclasses import asdict
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from baton.errors import UserError
+from baton.errors import UserError, nearest
 from baton.recipe.load import section_class
 from baton.recipe.recipe import Recipe, WarmStart
+from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
 """Names of the sections that may appear several times."""
@@ -39,8 +40,7 @@ def recipe_keys(section: str | None = None) -> list[RecipeKey]:
     chosen = [key for key in found if key.section == section]
     if not chosen:
         sections = list(dict.fromkeys(key.section for key in found if key.section))
-        near = get_close_matches(section, sections, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sections)}"
+        hint = nearest(section, sections, f"there are {', '.join(sections)}")
         raise UserError(f"recipes have no section {section!r}; {hint}")
     return chosen
 
@@ -49,18 +49,18 @@ def _keys(kind: type[BaseModel]) -> Iterator[RecipeKey]:
     nested = {name: section_class(field) for name, field in kind.model_fields.items()}
     for name, field in kind.model_fields.items():
         if nested[name] is None:
-            yield _key("", name, field)
+            yield _key(name, field)
     for section, owner in nested.items():
         if owner is not None:
             for key in _keys(owner):
                 yield msgspec.structs.replace(key, section=f"{section}.{key.section}" if key.section else section)
 
 
-def _key(section: str, name: str, field: FieldInfo) -> RecipeKey:
+def _key(name: str, field: FieldInfo) -> RecipeKey:
     annotation = _without_constraints(field.annotation)
     shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     default = None if field.is_required() else repr(field.get_default(call_default_factory=True))
-    return RecipeKey(section, name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))
+    return RecipeKey("", name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))
 
 
 def _without_constraints(annotation: Any) -> Any:
@@ -68,3 +68,32 @@ def _without_constraints(annotation: Any) -> Any:
     if get_origin(annotation) is tuple:
         return tuple[tuple(map(_without_constraints, get_args(annotation)))]  # type: ignore[misc]
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+class Algorithm(msgspec.Struct, frozen=True):
+    """An algorithm preset as `baton algorithms` prints it."""
+
+    name: str
+    paper: str
+    """arXiv id of the paper."""
+    idea: str
+    updates: str
+    """Optimiser updates per batch in the paper."""
+    sets: dict[str, Any]
+    """Keys of [algorithm] whose values differ from the defaults, with these values."""
+    rollout: dict[str, Any]
+    """Keys of [rollout] that the preset sets, with their values."""
+    all: dict[str, Any]
+    """All keys of [algorithm], with their values under this preset."""
+
+
+def list_algorithms(name: str | None = None) -> list[Algorithm]:
+    """Return all presets, or only the preset with this name. Raises UserError for an unknown name."""
+    if name is not None and name not in PRESETS:
+        hint = nearest(name, PRESETS, f"there are {', '.join(PRESETS)}")
+        raise UserError(f"there is no algorithm {name!r}; {hint}")
+    return [
+        Algorithm(name=each, all=AlgorithmSettings(name=each).model_dump(mode="json"), **asdict(preset))
+        for each, preset in PRESETS.items()
+        if name in (None, each)
+    ]

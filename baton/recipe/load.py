@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from baton.errors import UserError
+from baton.errors import UserError, nearest
 from baton.policy.settings import ModelSettings
 from baton.recipe.changes import REMOVED, RENAMED
 from baton.recipe.shipped import find, shipped, shipped_recipes
@@ -49,8 +49,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, not UTF-8, or a number with too many digits
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    _find_beside(tree, path.parent)
-    return tree
+    found: dict[str, Any] = tree if path.parent == Path() else _with_paths_beside(tree, path.parent)
+    return found
 
 
 def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
@@ -67,8 +67,17 @@ def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
     if not isinstance(model, ModelSettings):
         return recipe
     found = str(shipped(model.path) or model.path)
-    if (Path(found) / "run.json").is_file():
-        found = _checkpoint_of_run(Path(found))
+    run = Path(found)
+    if (run / "run.json").is_file():
+        from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
+
+        checkpoint = newest_intact_checkpoint(run / "checkpoints", logger.warning)
+        if checkpoint is None:
+            raise UserError(
+                f"model.path: the run {run} has no checkpoint; give the directory of a model, such as that of "
+                "`baton sft`"
+            )
+        found = str(checkpoint)
     return recipe.model_copy(update={"model": model.model_copy(update={"path": found})})
 
 
@@ -84,42 +93,26 @@ FUNCTIONS = (
 """Keys whose values, or whose list's elements, may have the form `file.py:name`."""
 
 
-def _find_beside(tree: dict[str, Any], directory: Path) -> None:
-    """Replace relative paths that exist in the recipe's directory; others stay relative to the current directory."""
-    for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
-        *parents, last = key.split(".")
-        nodes: list[Any] = [tree]
-        for parent in parents:
-            found = [node.get(parent) for node in nodes if isinstance(node, dict)]
-            nodes = [item for each in found for item in (each if isinstance(each, list) else [each])]
-        for node in nodes:
-            is_server_model = key == "reward.model" and isinstance(node, dict) and node.get("kind") == "http"
-            if isinstance(node, dict) and last in node and not is_server_model:
-                node[last] = _beside(node[last], directory, is_function=key in FUNCTIONS)
-
-
-def _beside(value: Any, directory: Path, *, is_function: bool) -> Any:
-    """Return the value of a key, or of a list's elements, for `_find_beside`."""
-    if isinstance(value, list):
-        return [_beside(each, directory, is_function=is_function) for each in value]
-    if not isinstance(value, str):
-        return value
-    file, colon, name = value.partition(":") if is_function else (value, "", "")
+def _with_paths_beside(part: Any, directory: Path, key: str = "") -> Any:
+    """Return a part of a recipe in which each relative path that exists in `directory` begins with `directory`. Other
+    paths stay relative to the current directory. `key`: dotted name of the part."""
+    if isinstance(part, list):
+        return [_with_paths_beside(each, directory, key) for each in part]
+    if isinstance(part, dict):
+        found = {
+            name: _with_paths_beside(value, directory, f"{key}.{name}".removeprefix("."))
+            for name, value in part.items()
+        }
+        if key == "reward" and part.get("kind") == "http" and "model" in part:
+            found["model"] = part["model"]  # the name of a model on the server
+        return found
+    is_function = key in FUNCTIONS
+    if not isinstance(part, str) or not (is_function or key in PATHS):
+        return part
+    file, colon, name = part.partition(":") if is_function else (part, "", "")
     is_file = not is_function or file.endswith(".py")
     is_found = is_file and not Path(file).is_absolute() and (directory / file).exists()
-    return f"{directory / file}{colon}{name}" if is_found else value
-
-
-def _checkpoint_of_run(run: Path) -> str:
-    """Return the path of a run's newest intact checkpoint. Raises UserError if the run has no intact checkpoint."""
-    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
-
-    found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
-    if found is None:
-        raise UserError(
-            f"model.path: the run {run} has no checkpoint; give the directory of a model, such as that of `baton sft`"
-        )
-    return str(found)
+    return f"{directory / file}{colon}{name}" if is_found else part
 
 
 def key_and_value(override: str) -> tuple[str, Any]:
@@ -168,9 +161,7 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
         if where in RENAMED:
             return f"{where} is now called {RENAMED[where]}"
         known = sorted(_fields_at(kind, problem["loc"][:-1]))
-        key = str(problem["loc"][-1])
-        near = get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        hint = nearest(str(problem["loc"][-1]), known, f"known are {', '.join(known)}")
         return f"unknown key {where}; {hint}"
     if problem["type"] == "missing":
         return f"{where} is missing"

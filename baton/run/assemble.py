@@ -23,6 +23,7 @@ from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError, first_line
 from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+from baton.policy.settings import ModelSettings
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.changes import with_current_keys
@@ -33,7 +34,7 @@ from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
 from baton.records.lease_trace import LeaseTrace
-from baton.records.metrics import MetricsWriter, WeightsAndBiases, start_wandb
+from baton.records.metrics import MetricsWriter, start_wandb
 from baton.records.predictions import Predictions, RunPredictions, read_predictions
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
@@ -93,6 +94,22 @@ class RemoteReplicas(Protocol):
 
 StartRanks = Callable[[int, int], Ranks]
 """Function (number of ranks, torch threads per rank) that starts the ranks of a trainer and returns them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteParts:
+    """The parts of a run that start processes on other machines. By default, there are none."""
+
+    supervisor: WorkerSupervisor | None = None
+    start_ranks: StartRanks | None = None
+    reward_places: Sequence[tuple[str, Launch]] = ()
+    """The device of each process of a reward model, and the function that starts the process."""
+    replicas: RemoteReplicas | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """True if no worker, rank or replica runs on another machine."""
+        return self.supervisor is None and self.start_ranks is None and self.replicas is None
 
 
 def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = None) -> int:
@@ -158,10 +175,16 @@ def _replicas(
     direct = dataclasses.replace(direct, versions=versions)
     if remote is not None:
         versions.prepare = whole_versions(model, settings, on_host=on_cpu)
-    path, device = Path(model.path), "cpu" if on_cpu else "cuda"
-    where = str(path.absolute()) if path.exists() else model.path
-    start = Start(where, device, model.attention, settings.model_dump(), version, head_dtype=model.head_dtype)
-    start = replace(start, is_sparse=direct.is_sparse)
+    path = Path(model.path)
+    start = Start(
+        str(path.absolute()) if path.exists() else model.path,
+        "cpu" if on_cpu else "cuda",
+        model.attention,
+        settings.model_dump(),
+        version,
+        head_dtype=model.head_dtype,
+        is_sparse=direct.is_sparse,
+    )
 
     def build(index: int) -> Engine:
         own = dataclasses.replace(direct, replica=f"replica {index}")
@@ -210,41 +233,29 @@ def build_loop(
     resume: bool,
     overwrite: bool,
     stop: StopRequest | None = None,
-    supervisor: WorkerSupervisor | None = None,
-    start_ranks: StartRanks | None = None,
-    reward_places: Sequence[tuple[str, Launch]] = (),
-    replicas: RemoteReplicas | None = None,
+    remote: RemoteParts | None = None,
 ) -> Loop:
     """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
 
-    A request through `stop` ends every wait of the loop except the wait for a train step. Four arguments start
-    processes on other machines: `supervisor` starts workers, `start_ranks` starts the ranks of the trainer,
-    `reward_places` starts reward models, and `replicas` starts vLLM engines. Raises UserError for mistakes that can be
-    detected before the first step. After this error, the run's directory is unchanged.
+    A request through `stop` ends every wait of the loop except the wait for a train step. Raises UserError for mistakes
+    that can be detected before the first step. After this error, the run's directory is unchanged.
     """
-    lock, recipe = _locked(recipe, observer, resume=resume, overwrite=overwrite)
-    remote = _Remote(supervisor, start_ranks, reward_places, replicas)
+    path, recorded = recipe.run.path, None
+    if not resume:
+        RunDirectory.check_free(path, overwrite=overwrite)
+    lock = RunLock.take(path, observer.said)
     with ExitStack() as locked:
         locked.callback(lock.release)
+        if resume and (path / "run.json").exists():
+            recorded = with_current_keys(RunDirectory.open(path).recipe())
+        else:  # check again: another process may have written a run before this process took the lock
+            RunDirectory.check_free(path, overwrite=overwrite)
+        recipe = with_dtypes(with_revisions(recipe, recorded), recorded)
         opened = locked.enter_context(ExitStack())
-        loop = _open_loop(recipe, observer, lock, opened, stop or StopRequest(), remote, resume=resume)
+        parts = remote or RemoteParts()
+        loop = _open_loop(recipe, observer, lock, opened, stop or StopRequest(), parts, resume=resume)
         locked.pop_all()
     return loop
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Remote:
-    """The arguments of `build_loop` that start processes on other machines."""
-
-    supervisor: WorkerSupervisor | None
-    start_ranks: StartRanks | None
-    reward_places: Sequence[tuple[str, Launch]]
-    replicas: RemoteReplicas | None
-
-    @property
-    def is_here(self) -> bool:
-        """True if no worker, rank or replica runs on another machine."""
-        return self.supervisor is None and self.start_ranks is None and self.replicas is None
 
 
 def _open_loop(
@@ -253,7 +264,7 @@ def _open_loop(
     lock: RunLock,
     opened: ExitStack,
     stop: StopRequest,
-    remote: _Remote,
+    remote: RemoteParts,
     *,
     resume: bool,
 ) -> Loop:
@@ -273,12 +284,19 @@ def _open_loop(
     if not recipe.swarm.is_on:  # before `open_run`: an error of an engine leaves the run's directory unchanged
         port = build_port(recipe, trainer.version, LeaseTrace(trace), trainer, remote.replicas)
         opened.callback(port.close)
-    wandb = _open_wandb(recipe, place, opened)
+    wandb = start_wandb(recipe.run.path, recipe.log, without_none(recipe.model_dump(mode="json")), is_new=place.is_new)
+    if wandb is not None:
+        opened.callback(wandb.close)
     run = open_run(recipe, lock, trainer, tokenizer, place, threads)
     if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
         port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, remote.supervisor)
         opened.callback(port.close)
-    metrics, journal = _open_records(recipe, run, lock, place, wandb, opened)
+    metrics = MetricsWriter(
+        run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
+    )
+    opened.callback(metrics.close)
+    journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
+    opened.callback(journal.close)
     most_tokens = recipe.engine.max_context_tokens
     worker = WorkerClient(port, recipe.rollout.stall_timeout_s, max_context_tokens=most_tokens, stop=stop)
     sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
@@ -311,7 +329,7 @@ def _open_loop(
     )
 
 
-def _set_up(recipe: Recipe, observer: Observer, remote: _Remote) -> tuple[int, Tokenizer]:
+def _set_up(recipe: Recipe, observer: Observer, remote: RemoteParts) -> tuple[int, Tokenizer]:
     """Set up torch, load the tokenizer, and check the recipe against this machine. Return the number of torch threads
     and the tokenizer. Raises UserError."""
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
@@ -334,7 +352,7 @@ def _set_up(recipe: Recipe, observer: Observer, remote: _Remote) -> tuple[int, T
 
 
 def _open_tasks(
-    recipe: Recipe, encoder: PromptEncoder, stop: StopRequest, opened: ExitStack, remote: _Remote
+    recipe: Recipe, encoder: PromptEncoder, stop: StopRequest, opened: ExitStack, remote: RemoteParts
 ) -> tuple[TaskMixture, RewardScorer]:
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
     opened.callback(mixture.close)
@@ -358,50 +376,6 @@ def _open_trainer(
         assert isinstance(trainer, LocalTrainer | RankedTrainer)
         trainer.sleep()
     return trainer, save_checkpoint
-
-
-def _open_wandb(recipe: Recipe, place: ResumePoint, opened: ExitStack) -> WeightsAndBiases | None:
-    resolved = without_none(recipe.model_dump(mode="json"))
-    wandb = start_wandb(recipe.run.path, recipe.log, resolved, is_new=place.is_new)
-    if wandb is not None:
-        opened.callback(wandb.close)
-    return wandb
-
-
-def _open_records(
-    recipe: Recipe,
-    run: RunDirectory,
-    lock: RunLock,
-    place: ResumePoint,
-    wandb: WeightsAndBiases | None,
-    opened: ExitStack,
-) -> tuple[MetricsWriter, Journal]:
-    metrics = MetricsWriter(
-        run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
-    )
-    opened.callback(metrics.close)
-    journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
-    opened.callback(journal.close)
-    return metrics, journal
-
-
-def _locked(recipe: Recipe, observer: Observer, *, resume: bool, overwrite: bool) -> tuple[RunLock, Recipe]:
-    """Lock the run's directory. Return the lock, and the recipe with resolved dtypes and revisions of Hugging Face
-    models and datasets."""
-    path = recipe.run.path
-    if not resume:
-        RunDirectory.check_free(path, overwrite=overwrite)
-    lock = RunLock.take(path, observer.said)
-    try:
-        if resume and (path / "run.json").exists():
-            recorded = with_current_keys(RunDirectory.open(path).recipe())
-            return lock, with_dtypes(with_revisions(recipe, recorded), recorded)
-        # check again: another process may have written a run before this process took the lock
-        RunDirectory.check_free(path, overwrite=overwrite)
-        return lock, with_dtypes(with_revisions(recipe))
-    except BaseException:
-        lock.release()
-        raise
 
 
 def train_here(
@@ -542,26 +516,12 @@ def build_trainer(
     return RankedTrainer(ranks, setup, REQUEST_TIMEOUT_S)
 
 
-def evaluate_model(
-    path: Path,
-    recipe_path: Path | None,
-    *,
-    num_prompts: int | None = None,
-    samples: int | None = None,
-    default_samples: int = 1,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    write_to: Path | None = None,
-) -> list[Evaluation]:
-    """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
-
-    `samples`: number of responses to each prompt; the default is the recipe's number for the test set, or
-    `default_samples` if the recipe states no number. `write_to`: file for the responses, one JSON object per line.
+def evaluated_model(path: Path, recipe_path: Path | None) -> tuple[TaskRecipe, str]:
+    """Return the recipe whose tasks evaluate a model, and the path of the model.
 
     `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
     shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
-    recipe or the checkpoint is missing, or if several greedy samples are requested, because these would be equal.
+    recipe or the checkpoint is missing.
     """
     path = find(path) if path.parts[:1] == ("models",) else path
     run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
@@ -585,16 +545,7 @@ def evaluate_model(
         )
         kept = tuple(r for r in recipe.reward if r not in lost) or (RewardSettings(kind="correct"),)
         recipe = recipe.model_copy(update={"reward": kept})
-    sampling = SamplingParams(0, temperature, top_p, top_k)
-    return evaluate_recipe(
-        recipe,
-        str(model_path),
-        sampling,
-        num_prompts=num_prompts,
-        samples=samples,
-        default_samples=default_samples,
-        write_to=write_to,
-    )
+    return recipe, str(model_path)
 
 
 def evaluate_recipe(
@@ -607,8 +558,13 @@ def evaluate_recipe(
     default_samples: int = 1,
     write_to: Path | None = None,
 ) -> list[Evaluation]:
-    """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k. Raises
-    UserError if `samples` or the temperature is too low, or if several greedy samples are requested."""
+    """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
+
+    `sampling` has temperature, top_p and top_k. `samples`: number of responses to each prompt; the default is the
+    recipe's number for the test set, or `default_samples` if the recipe states no number. `write_to`: file for the
+    responses, one JSON object per line. Raises UserError if `samples` or the temperature is too low, or if several
+    greedy samples are requested, because these would be equal.
+    """
     if samples is not None and samples < 1:
         raise UserError(f"samples: got {samples}, allowed are 1 or more")
     if not 0 <= sampling.temperature < math.inf:
@@ -621,11 +577,9 @@ def evaluate_recipe(
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
     wanted = num_prompts or recipe.eval.num_prompts
-
-    def chosen(mixture: TaskMixture) -> Sequence[Prompt]:
-        return mixture.held_out(wanted, or_fewer=num_prompts is None)
-
-    with open_evaluator(recipe, model_path, chosen, default_samples) as evaluator:
+    with open_evaluator(
+        recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None), default_samples
+    ) as evaluator:
         results, groups = evaluator.evaluate(sampling, version=EVAL.number, samples=samples)
     if write_to is not None:
         write_responses(write_to, evaluator.encoder.tokenizer, groups)
@@ -654,10 +608,10 @@ def open_evaluator(
         mixture.limit(encoder.num_tokens, recipe.engine.max_context_tokens - 1)
         judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
         prompts = choose(mixture)
-        device = torch_device("auto" if recipe.model is None else recipe.model.device)
+        own = recipe.model or ModelSettings(path=model_path)
+        device = torch_device(own.device)
         dtype = torch_dtype(recipe.engine.dtype, device)
-        head_dtype = "auto" if recipe.model is None else recipe.model.head_dtype
-        model = load_model(model_path, dtype=dtype, device=device, head_dtype=head_dtype)
+        model = load_model(model_path, dtype=dtype, device=device, head_dtype=own.head_dtype)
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
         episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
         timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens

@@ -73,10 +73,7 @@ def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluati
     judged = [[m.judgement for m in g.members if m.judgement.is_judged] for g in groups]
     scored = [j for row in judged for j in row]
     correct = [[j.is_correct for j in row] for row in judged if row]
-    parts: dict[str, list[float]] = {}
-    for result in scored:
-        for name, value in result.parts.items():
-            parts.setdefault(name, []).append(value)
+    parts = dict.fromkeys(name for result in scored for name in result.parts)
     lengths = [m.num_policy_tokens for g in groups for m in g.members]
     cut = [m.trajectory.finish_reason == "length" for g in groups for m in g.members]
     sizes = {len(g.members) for g in groups}
@@ -91,5 +88,5 @@ def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluati
         sum(cut) / len(cut),
         len(lengths) - len(scored),
         fmean(result.reward for result in scored) if scored else None,
-        {name: fmean(values) for name, values in parts.items()},
+        {name: fmean(result.parts[name] for result in scored if name in result.parts) for name in parts},
     )

@@ -66,8 +66,8 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
     `owner/name@commit`. A name that states a revision is not changed.
 
     `recorded`: resolved recipe of the run to resume, whose commits are used, and whose checkpoint if `model.path` is
-    another checkpoint of the same run. Downloads the model if it is not in the
-    cache. Raises UserError if a model or dataset cannot be found.
+    another checkpoint of the same run. Downloads the model if it is not in the cache. Raises UserError if a model or
+    dataset cannot be found.
     """
 
     def fixed(tasks: tuple[Any, ...], before: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -120,22 +120,18 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function `take`. Each call to `take` takes a snapshot of the run, and returns a function `write`.
-    `write` atomically writes the snapshot as a sealed checkpoint, and removes the checkpoints that are not kept. With
+    """Return a function `take`, which takes a snapshot of the run and returns a function `write`. `write` atomically
+    writes the snapshot as a sealed checkpoint, and removes the checkpoints that are not kept. With
     `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory, so `write` may run in another
-    thread while the trainer continues. Without `checkpoint.background`, `write` saves the state that the trainer has
-    during the call. Raises UserError if this system has no directory for files in host memory.
-    """
+    thread while the trainer continues. Otherwise `write` saves the state that the trainer has during the call. Raises
+    UserError if this system has no directory for files in host memory."""
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
-    def write(state: LoopState) -> SavedCheckpoint:
+    def write(state: LoopState, save: Callable[[Path], None]) -> SavedCheckpoint:
         path = checkpoint_path(run.checkpoints, state.step)
         try:
             with atomic_directory(path, before_rename=run.check_held) as directory:
-                if staged is None:
-                    trainer.save(directory)
-                else:
-                    _copy_files(staged / "checkpoint", directory)
+                save(directory)
                 with writing(directory / LOOP_STATE):
                     (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
                 seal(directory)
@@ -146,17 +142,18 @@ def checkpoint_writer(
         return SavedCheckpoint(path, checkpoint_step(list_checkpoints(run.checkpoints)[-keep:][0]))
 
     def take(state: LoopState) -> Callable[[], SavedCheckpoint]:
-        if staged is not None:
+        if staged is None:
+            return partial(write, state, trainer.save)
+        shutil.rmtree(staged, ignore_errors=True)
+        with writing(staged):
+            staged.mkdir(mode=0o700)
+            (staged / "checkpoint").mkdir()
+        try:
+            trainer.save(staged / "checkpoint")
+        except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
-            with writing(staged):
-                staged.mkdir(mode=0o700)
-                (staged / "checkpoint").mkdir()
-            try:
-                trainer.save(staged / "checkpoint")
-            except BaseException:
-                shutil.rmtree(staged, ignore_errors=True)
-                raise
-        return partial(write, state)
+            raise
+        return partial(write, state, partial(_copy_files, staged / "checkpoint"))
 
     return take
 

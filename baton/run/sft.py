@@ -25,14 +25,14 @@ from baton.records.evaluation import Evaluation
 from baton.records.metrics import MetricsWriter, start_wandb
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
-from baton.run.assemble import evaluate_model, set_up_torch
+from baton.run.assemble import evaluate_recipe, evaluated_model, set_up_torch
 from baton.run.resume import with_revisions
 from baton.run.tokenization import PromptEncoder
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.stream import TaskMixture
 from baton.trainer.sft import Demonstration, fine_tune, schedule_of
-from baton.types import Message, Prompt
+from baton.types import Message, Prompt, SamplingParams
 
 LOSS_WINDOW = 50
 """Number of latest updates over which the loss is averaged, in progress lines, metrics and the report."""
@@ -91,12 +91,12 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
     """`ending`: closed if an error ends the warm start."""
     is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
     if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
-        tokenizer = None if recipe.model is None else load_tokenizer(recipe.model.path)
-        tasks = (*recipe.task, *recipe.eval.task)
-        tool_format = None if tokenizer is None else PromptEncoder(tokenizer, tasks).tool_format
-        tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
-        with closing(tests):
-            tests.held_out(recipe.eval.num_prompts, or_fewer=True)
+        tasks, tool_format = (*recipe.task, *recipe.eval.task), None
+        if recipe.model is not None:
+            tool_format = PromptEncoder(load_tokenizer(recipe.model.path), tasks).tool_format
+        mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
+        with closing(mixture):
+            mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
     resolved = recipe.model_dump(mode="json")
     wandb = start_wandb(recipe.run.path, recipe.log, without_none(resolved), is_new=True)
     if wandb is not None:
@@ -129,9 +129,9 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
     results: list[Evaluation] = []
     if is_evaluated:
         for temperature in (recipe.eval.temperature, *((0.0,) if recipe.eval.greedy else ())):
-            results += evaluate_model(
-                output, run.path / "recipe.toml", temperature=temperature, default_samples=recipe.eval.samples
-            )
+            evaluated, path = evaluated_model(output, run.path / "recipe.toml")
+            sampling = SamplingParams(0, temperature)
+            results += evaluate_recipe(evaluated, path, sampling, default_samples=recipe.eval.samples)
     report = WarmStartReport(
         str(output),
         sum(p.numel() for p in model.parameters()),
@@ -148,12 +148,9 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
     if recipe.model is not None:
         own = recipe.model
         tokenizer = load_tokenizer(own.path)
+        device = torch_device(own.device)
         model = load_model(
-            own.path,
-            dtype=torch.float32,
-            device=torch_device(own.device),
-            attention=own.attention,
-            head_dtype=own.head_dtype,
+            own.path, dtype=torch.float32, device=device, attention=own.attention, head_dtype=own.head_dtype
         )
         if not end_ids(model, tokenizer):
             raise UserError(

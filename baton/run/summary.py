@@ -12,7 +12,7 @@ from baton.errors import Damaged, UserError
 from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
 from baton.records.predictions import Comparison, Predictions, compare, read_predictions
-from baton.records.run_directory import RunDirectory
+from baton.records.run_directory import RecordedEvaluation, RunDirectory
 from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
@@ -78,7 +78,7 @@ def summarise(run: RunDirectory) -> RunReport:
     generated = _total(rows, "tokens/generated")
     train_time_s = _total(rows, "perf/step_time")
     window = max(1, min(WINDOW, len(rows) // 2))
-    evaluated = [e.step for e in run.evaluations()]
+    evaluations = run.evaluations()
     predictions: Predictions | None = None
     damage: list[str] = []
     try:
@@ -90,8 +90,8 @@ def summarise(run: RunDirectory) -> RunReport:
         run.facts()["seed"],
         rows[-1]["step"] if rows else 0,
         recipe["run"]["steps"],
-        _changes(run),
-        (evaluated[0], evaluated[-1]) if evaluated else None,
+        _changes(evaluations),
+        (evaluations[0].step, evaluations[-1].step) if evaluations else None,
         _mean(rows[:window], "reward/mean"),
         _mean(rows[-window:], "reward/mean"),
         generated,
@@ -133,18 +133,14 @@ def _first_failure(run: RunDirectory, rows: Sequence[dict[str, Any]]) -> str:
     return f"; the first, in step {step}: {failure}" if failure else ""
 
 
-def _changes(run: RunDirectory) -> tuple[Change, ...]:
-    evaluations = run.evaluations()
+def _changes(evaluations: Sequence[RecordedEvaluation]) -> tuple[Change, ...]:
     if not evaluations:
         return ()
     first, last = evaluations[0].step, evaluations[-1].step
-    before = {_key(e.result): e.result for e in evaluations if e.step == first}
-    after = {_key(e.result): e.result for e in evaluations if e.step == last != first}
+    named = [(each.step, (each.result.task, each.result.temperature), each.result) for each in evaluations]
+    before = {key: result for step, key, result in named if step == first}
+    after = {key: result for step, key, result in named if step == last != first}
     return tuple(Change(result, after.get(key)) for key, result in before.items())
-
-
-def _key(result: Evaluation) -> tuple[str, float]:
-    return result.task, result.temperature
 
 
 def _total(rows: Sequence[dict[str, Any]], name: str) -> float:

@@ -13,7 +13,6 @@ import importlib.util
 import re
 import sys
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from baton.errors import UserError
+from baton.errors import UserError, nearest
 from baton.rewards.functions import number
 from baton.rewards.scorer_protocol import Score, Scorer, ScorerSpec
 from baton.tasks.arithmetic import OWN_TASKS, ArithmeticProblems
@@ -84,8 +83,7 @@ class GymTask:
         self._is_compact = is_compact
         if gym_name not in OWN_TASKS and gym_name not in (known := gym_tasks()):
             _import_gym()
-            near = get_close_matches(gym_name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`baton tasks` lists them"
+            hint = nearest(gym_name, known, "`baton tasks` lists them")
             raise UserError(f"task {name!r}: reasoning-gym has no task {gym_name!r}; {hint}")
         if is_compact and gym_name not in COMPACT_FORMS:
             raise UserError(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.errors import UserError
-from baton.records.evaluation import Z_95, share_interval
+from baton.records.evaluation import Z_95, Evaluation, share_interval
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.settings import RewardSettings
 from baton.rollout.engine import EngineSettings
@@ -20,6 +20,7 @@ from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
+from baton.run.assemble import evaluate_recipe, evaluated_model
 from baton.run.evaluation import Evaluator
 from baton.run.tokenization import PromptEncoder
 from baton.tasks.stream import TaskMixture
@@ -126,6 +127,11 @@ def test_greedy_says_so() -> None:
     assert {r.way for r in run(samples=1, temperature=0)[0]} == {"greedy"}
 
 
+def evaluated(path: Path, recipe: Path | None = None, temperature: float = 1.0, **options: Any) -> list[Evaluation]:
+    """What `baton eval` finds for the run or the model at a path."""
+    return evaluate_recipe(*evaluated_model(path, recipe), SamplingParams(0, temperature), **options)
+
+
 def test_a_device_without_memory_for_the_model_gets_advice(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.run import assemble
 
@@ -136,27 +142,23 @@ def test_a_device_without_memory_for_the_model_gets_advice(small: Any, monkeypat
     monkeypatch.setattr(assemble, "load_model", load)
     monkeypatch.setattr(TaskMixture, "close", lambda self: closed.append(self))
     with pytest.raises(UserError, match=r"the device is out of memory: CUDA out of memory.*; lower engine.slots"):
-        assemble.evaluate_model(small.run, None, num_prompts=2)
+        evaluated(small.run, num_prompts=2)
     assert len(closed) == 1
 
 
 def test_a_run_of_an_earlier_version_can_be_evaluated(small: Any, tmp_path: Path) -> None:
     """Its recipe has a key that was removed since."""
-    from baton.run.assemble import evaluate_model
-
     shutil.copytree(small.run, tmp_path / "old")
     file = tmp_path / "old" / "recipe.toml"
     text = file.read_text()
     assert "[judge]" in text
     file.write_text(text.replace("[judge]", "[judge]\nload_timeout_s = 300.0"))
-    assert [r.num_prompts for r in evaluate_model(tmp_path / "old", None, num_prompts=4)] == [2, 2, 4]
+    assert [r.num_prompts for r in evaluated(tmp_path / "old", num_prompts=4)] == [2, 2, 4]
 
 
 def test_two_evaluations_of_the_same_weights_are_the_same(small) -> None:
-    from baton.run.assemble import evaluate_model
-
-    first, second = (evaluate_model(small.run, None, samples=3, num_prompts=8) for _ in range(2))
+    first, second = (evaluated(small.run, samples=3, num_prompts=8) for _ in range(2))
     assert first == second
     assert first[-1].samples == 3
-    other = evaluate_model(small.run, None, samples=3, num_prompts=8, temperature=0.2)
+    other = evaluated(small.run, temperature=0.2, samples=3, num_prompts=8)
     assert other[-1].mean_length_tokens != first[-1].mean_length_tokens

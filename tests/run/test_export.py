@@ -19,8 +19,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
-from baton.run.export import export_run
-from baton.run.model_card import learning_curve, model_card
+from baton.run.export import export_run, learning_curve, model_card
 from baton.views.terminal.progress import TerminalObserver
 
 CPU = torch.device("cpu")

@@ -14,11 +14,13 @@ from baton.console import Console
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
-from baton.run.assemble import build_loop, evaluate_model
+from baton.run.assemble import build_loop, evaluate_recipe, evaluated_model
 from baton.run.dry_run import footprint
 from baton.run.summary import summarise
+from baton.types import SamplingParams
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_evaluations, print_report
 from tests.tasks.hub_cache import COMMIT, OLDER, store_dataset, store_model, use_cache
@@ -101,6 +103,11 @@ def printed(show: Any, *values: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def evaluated(path: Path, recipe: Path | None = None, temperature: float = 1.0, **options: Any) -> list[Evaluation]:
+    """What `baton eval` finds for the run or the model at a path."""
+    return evaluate_recipe(*evaluated_model(path, recipe), SamplingParams(0, temperature), **options)
+
+
 def test_a_run_scores_its_test_sets_with_their_own_samples_and_never_trains_on_them(recipe: Path) -> None:
     run = train(load_recipe(Recipe, recipe))
     results = {(e.step, e.result.task, e.result.temperature): e.result for e in run.evaluations()}
@@ -122,9 +129,9 @@ def test_a_run_scores_its_test_sets_with_their_own_samples_and_never_trains_on_t
     asked = {g.prompt.messages[-1].content[0] for step in (1, 2) for g in run.groups(step)}
     assert asked == {"a"}, "the rows b are in the test set, too"
 
-    again = evaluate_model(run.path, None)
+    again = evaluated(run.path)
     assert [(r.task, r.num_prompts, r.samples) for r in again] == [("test", 5, 3), ("sums", 4, 1), ("all", 9, 1)]
-    fewer = evaluate_model(run.path, None, num_prompts=2, samples=4)
+    fewer = evaluated(run.path, num_prompts=2, samples=4)
     assert [(r.task, r.num_prompts, r.samples) for r in fewer] == [("test", 2, 4), ("sums", 2, 4), ("all", 4, 4)]
     assert " reward " in printed(print_evaluations, fewer)
     report = printed(print_report, summarise(run))
@@ -145,7 +152,7 @@ def test_a_test_set_may_be_a_multi_turn_environment(recipe: Path) -> None:
     assert {task: r.num_prompts for task, r in found.items()} == {"turns": 3, "test": 5, "all": 8}
     assert found["turns"].reward is not None
     assert all(m.episode is None for g in run.groups(1) for m in g.members), "the run trains on single turns only"
-    assert [r.task for r in evaluate_model(run.path, None)] == ["turns", "test", "all"]
+    assert [r.task for r in evaluated(run.path)] == ["turns", "test", "all"]
 
 
 def test_a_model_is_scored_by_a_recipe_of_test_sets_alone(small: Any, tmp_path: Path) -> None:
@@ -154,7 +161,7 @@ def test_a_model_is_scored_by_a_recipe_of_test_sets_alone(small: Any, tmp_path: 
         '[run]\nname = "tests"\nthreads = 1\n[engine]\nmax_context_tokens = 256\n[rollout]\nmax_new_tokens = 8\n'
         '[[eval.task]]\nname = "test"\npath = "test.jsonl"\nanswer = { format = "last_number" }\n'
     )
-    (result,) = evaluate_model(small.model, tmp_path / "tests.toml", samples=2)
+    (result,) = evaluated(small.model, tmp_path / "tests.toml", samples=2)
     assert (result.task, result.num_prompts, result.samples) == ("test", 5, 2)
 
 
@@ -229,4 +236,4 @@ def test_an_adapter_names_the_commit_of_its_base(
     run = train(load_recipe(Recipe, recipe, ["model.path=some/model", "lora.rank=2", "eval.greedy=false"]))
     config = json.loads((run.checkpoints / "step_000002" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", COMMIT)
-    assert [r.task for r in evaluate_model(run.path, None, num_prompts=2)] == ["test", "sums", "all"]
+    assert [r.task for r in evaluated(run.path, num_prompts=2)] == ["test", "sums", "all"]

@@ -124,7 +124,7 @@ class _RayAttempts:
             self.planner.plan = left
 
     def _attempt(self) -> Loop:
-        from baton.run.assemble import build_loop
+        from baton.run.assemble import RemoteParts, build_loop
         from baton.run.dry_run import trainer_bytes
 
         current = self._machines()
@@ -158,6 +158,7 @@ class _RayAttempts:
                 ending.callback(supervisor.close)
             else:
                 ending.callback(replicas.close)
+            remote = RemoteParts(supervisor, None if own is not None else start_ranks, rewards.places, replicas)
             with self.stop.interrupting():
                 loop = build_loop(
                     recipe,
@@ -165,10 +166,7 @@ class _RayAttempts:
                     resume=self.order.resume or self.has_begun,
                     overwrite=self.order.overwrite and not self.has_begun,
                     stop=self.stop,
-                    supervisor=supervisor,
-                    start_ranks=None if own is not None else start_ranks,
-                    reward_places=rewards.places,
-                    replicas=replicas,
+                    remote=remote,
                 )
             ending.callback(loop.close)
             if replicas is not None:
