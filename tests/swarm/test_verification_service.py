@@ -199,7 +199,7 @@ def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
         office.finish(group, (author("bad"), 0, LENGTH))
         office.finish(group + 10, (author("good"), 0, LENGTH))
         office.rule(2)
-    office.verifier.consumed(7, [(1, 0, 1), (11, 0, 1)])
+    office.verifier.consumed(7, [(9, 1, 0), (9, 11, 0)])
     office.rule()
     office.script.forged["4/0"] = 0.5
     office.finish(4, (author("bad"), 0, LENGTH))
@@ -410,7 +410,7 @@ def test_each_path_of_an_episode_is_trained_on(office):
         lease = Lease(1, Trajectory(1, 0, (5,)), SamplingParams(LENGTH), seed, 0)
         office.verifier.finished(lease, trajectory, [(author("a"), 0, LENGTH)])
         office.rule()
-    office.verifier.consumed(7, [(1, 0, 2)])
+    office.verifier.consumed(7, [(seed, 1, 0) for seed in seeds])
     office.rule()
     found = office.verifier.violated(author("a"), "a lie", "a report")
     assert found is not None

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
 from baton.clock import Clock
 from baton.records.trace import Tracer, TraceWriter
-from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
@@ -104,13 +103,10 @@ class VerificationService:
         while len(self._tensors) > self._keep:
             self._tensors.popitem(last=False)
 
-    def consumed(self, step: int, trajectories: Sequence[tuple[int, int, int]]) -> None:
-        """Record the trajectories of a train step, given as (group id, sample index, number of paths)."""
-        if not self._keep:
-            return
-        seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self.noise_seed, count))
-        names = tuple(policy.name_of((seed, group_id, sample_index)) for (group_id, sample_index), seed in seeds)
-        self._tell_from_thread(policy.BatchConsumed(names, step))
+    def consumed(self, step: int, keys: Iterable[Key]) -> None:
+        """Record the trajectories that a train step has consumed."""
+        if self._keep:
+            self._tell_from_thread(policy.BatchConsumed(tuple(map(policy.name_of, keys)), step))
 
     def close(self) -> None:
         """End the thread. May be called twice."""
