@@ -19,6 +19,9 @@ files use HTTP.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -170,6 +173,19 @@ T = TypeVar("T")
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
+async def receive_unless_silent(receive: Callable[[], Awaitable[T]], timeout_s: float) -> T | None:
+    """Return the next frame that `receive` returns, or None if no frame arrives within `timeout_s` seconds.
+
+    The wait consists of `SILENT_HEARTBEATS` shorter waits. If this process is paused, only one of them times out, and
+    the next one reads the frames that arrived during the pause.
+    """
+    for _ in range(SILENT_HEARTBEATS):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
+                return await receive()
+    return None
 
 
 class Malformed(ValueError):
