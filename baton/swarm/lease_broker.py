@@ -253,7 +253,7 @@ class LeaseBroker:
             return [SendToWorker(worker, Dropped(number))]
         if report.token_offset != progress.trajectory.num_tokens:
             # the report is repeated, or an earlier report is lost; the worker continues after the acknowledged length
-            return [self._acknowledge(worker, number, progress)]
+            return [self._acknowledge(progress)]
         complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
         if complaint is not None:
             return [ReportViolation(worker, complaint)]
@@ -274,7 +274,7 @@ class LeaseBroker:
             found += self.handle(ev.LeaseFinished(self.clock(), number))
         elif report.is_aborted:
             found += self.handle(ev.LeaseReturned(self.clock(), number))
-        return [*found, self._acknowledge(worker, number, progress)]
+        return [*found, self._acknowledge(progress)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
         """Handle a refused lease: the worker does not serve the version that the lease requires."""
@@ -350,10 +350,9 @@ class LeaseBroker:
             case ev.ReplaceTokens(task=task, lease=lease):
                 return self._replace(task, self._progress[lease])
             case ev.ReturnTask(task=task):
-                length = self._tasks[task].trajectory.num_tokens
-                self._remember(self._tasks[task])
-                self._forget(task)
-                return SendToController(Report(task, length, (), is_aborted=True))
+                returned = self._forget(task)
+                self._remember(returned)
+                return SendToController(Report(task, returned.trajectory.num_tokens, (), is_aborted=True))
             case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 return SendToController(WorkLost(cause, num_tokens))
             case ev.DisconnectWorker(worker=worker):
@@ -389,9 +388,8 @@ class LeaseBroker:
         return SendToController(Report(number, offset, segments))
 
     def _finish(self, number: int, grown: Trajectory) -> BrokerCommand:
-        task = self._tasks[number]
+        task = self._forget(number)
         self._remember(task)
-        self._forget(number)
         last = grown.segments_between(task.num_sent, grown.num_tokens)
         self._held[key_of(task.lease)] = Report(number, task.num_sent, last, grown.finish_reason)
         start = task.lease.trajectory.turn_offset
@@ -406,18 +404,19 @@ class LeaseBroker:
         """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease as its
         replacement. When the controller requests the trajectory again, `want` sends the replacement. No replacement is
         stored for a later turn of an episode, because the earlier turns are generated again too."""
-        lease = self._tasks[number].lease
+        lease = self._forget(number).lease
         key = key_of(lease)
-        self._forget(number)
         if not lease.trajectory.turn_offset:
             self._replacements[key] = progress.trajectory, progress.worker
         while len(self._replacements) > MAX_REPLACEMENTS:
             self._replacements.popitem(last=False)
         return _revoked(key, "overtaken")
 
-    def _forget(self, number: int) -> None:
-        for lease in self._tasks.pop(number).leases:
+    def _forget(self, number: int) -> _Task:
+        task = self._tasks.pop(number)
+        for lease in task.leases:
             del self._progress[lease]
+        return task
 
     def _forget_worker(self, worker: int) -> None:
         self._refusals.pop(worker, None)
@@ -426,9 +425,9 @@ class LeaseBroker:
         if name is not None:
             self._trace.left(name)
 
-    def _acknowledge(self, worker: int, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        has_ended = number not in self.table.leases
-        return SendToWorker(worker, Ack(number, progress.trajectory.num_tokens, has_ended))
+    def _acknowledge(self, progress: _LeaseProgress) -> BrokerCommand:
+        number, length = progress.lease.lease_id, progress.trajectory.num_tokens
+        return SendToWorker(progress.worker, Ack(number, length, has_ended=number not in self.table.leases))
 
     def _valid_progress(self, worker: int, lease: int) -> _LeaseProgress | None:
         """Return the progress of a lease; None if the worker does not hold this lease or the lease has ended."""
@@ -444,10 +443,8 @@ class LeaseBroker:
         return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)
 
     def _revoke_task(self, number: int, cause: str) -> list[BrokerCommand]:
-        key = key_of(self._tasks[number].lease)
         found = self.handle(ev.TaskRevoked(self.clock(), number))
-        self._forget(number)
-        return [*found, _revoked(key, cause)]
+        return [*found, _revoked(key_of(self._forget(number).lease), cause)]
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:

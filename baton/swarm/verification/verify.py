@@ -296,15 +296,12 @@ class Calibration:
             ratio = rescored.logprobs[i] - rescored.behavior_logprobs[i]
             seen.sum_mismatch += math.expm1(min(ratio, 50.0)) - ratio
             seen.num_tokens += 1
-            self._keep(seen, difference, gap)
-
-    def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
-        # reservoir sampling: every observed token is in the sample with the same probability
-        if len(seen.differences) < self._sample:
-            seen.differences.append(difference)
-            seen.gaps.append(gap)
-        elif (place := self._random.randrange(seen.num_tokens)) < self._sample:
-            seen.differences[place], seen.gaps[place] = difference, gap
+            # reservoir sampling: every observed token is in the sample with the same probability
+            if len(seen.differences) < self._sample:
+                seen.differences.append(difference)
+                seen.gaps.append(gap)
+            elif (place := self._random.randrange(seen.num_tokens)) < self._sample:
+                seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
         """Return the tolerance of a class of workers. Until `min_tokens` tokens of the class have been observed, the
