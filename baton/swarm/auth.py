@@ -82,8 +82,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_revoked: bool = False
     is_trusted: bool = False
     """True if the run's owner controls the workers that use this token. Only such trusted workers may keep KV caches
-    across versions. The checks of other workers use tolerances that are estimated from the reports of trusted
-    workers."""
+    across versions. Their reports calibrate the tolerances with which other workers are checked."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         if self.is_revoked:
@@ -262,8 +261,7 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the file within the context. The file may be changed only within this context. Otherwise, two concurrent
-        changes could overwrite each other, and a revocation could be lost."""
+        """Lock the file. Without the lock, concurrent changes could overwrite each other and lose a revocation."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -354,8 +352,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return a file's times, size and inode, which differ after a change of the file; None if the file is
-    unreadable."""
+    """Return a file's times, size and inode, which differ after a change; None if the file is unreadable."""
     try:
         found = path.stat()
     except OSError:
@@ -364,8 +361,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Return the content and the mode of a small file. Raises UserError if the file is unreadable, too long or not
-    regular."""
+    """Return the content and mode of a small file. Raises UserError if it is unreadable, too long or not regular."""
     try:
         # O_NONBLOCK, because opening a FIFO would block
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -32,17 +32,15 @@ from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkL
 MAX_REFUSALS = 64
 """A worker is disconnected if it has refused more than this number of leases since its last accepted report."""
 MAX_PROVENANCE = 200_000
-"""After the last lease of a trajectory has ended, the broker still stores which workers generated its tokens, so that
-it can revoke the trajectory. This is the maximum number of such records. The oldest records are removed first."""
+"""Maximum number of trajectories without a lease whose authors the broker stores, so that it can revoke the
+trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""A replacement is stored until the controller requests the revoked trajectory again. This is the maximum number of
-stored replacements."""
+"""Maximum number of replacements stored until the controller requests the revoked trajectories again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker number, `first`, `end`): the worker generated the tokens at positions `first` … `end` − 1 after the
-prompt."""
+"""(worker number, `first`, `end`): the worker generated the tokens `first` … `end` − 1 after the prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
@@ -98,9 +96,8 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the tokens that have been committed so far."""
     num_sent: int
-    """Number of tokens that the controller has. The last report of a trajectory, with its tokens, is sent when the
-    trajectory is verified. A run that is killed before that then resumes at an unfinished trajectory that does not
-    contain its end token."""
+    """Number of tokens that the controller has. It gets the tokens of the last report when the trajectory is verified.
+    A run that is killed before that resumes at an unfinished trajectory without its end token."""
     spans: list[Span] = field(default_factory=list)
     """The workers that generated the committed tokens, including the tokens of earlier leases."""
     leases: list[int] = field(default_factory=list)
@@ -125,8 +122,7 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Trajectory without a lease (finished, aborted, or waiting for its environment) → the authors of its
-        tokens."""
+        """Trajectory without a lease (finished, aborted, or waiting for its environment) → its authors."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
@@ -203,8 +199,8 @@ class LeaseBroker:
         return worker in self._authors
 
     def trained(self, keys: Iterable[Key]) -> None:
-        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more. Also
-        forget the workers that have left and generated no tokens of other trajectories."""
+        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more, and the
+        workers that have left and generated no tokens of other trajectories."""
         for key in keys:
             self._provenance.pop(key, None)
         if self._authors <= self.table.workers.keys():
@@ -231,9 +227,9 @@ class LeaseBroker:
         )
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare the leases that a worker lists after a reconnection with the lease table. If the worker does not list
-        one of its leases, this lease ends and its task is granted again. A listed lease that is no longer valid is
-        dropped. A listed lease that was recalled is recalled again."""
+        """Compare the leases that a worker lists after a reconnection with the lease table. A lease that it does not
+        list ends, and its task is granted again. A listed lease that is no longer valid is dropped; one that was
+        recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
@@ -333,8 +329,7 @@ class LeaseBroker:
         return [found for command in commands if (found := self.apply(command)) is not None]
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
-        """Apply a command from the lease table. Return the resulting command for the hub; None if the hub need not do
-        anything."""
+        """Apply a command of the lease table. Return the resulting command for the hub, if any."""
         match command:
             case ev.GrantLease():
                 return self._grant(command)
@@ -401,9 +396,9 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease as its
-        replacement. When the controller requests the trajectory again, `want` sends the replacement. No replacement is
-        stored for a later turn of an episode, because the earlier turns are generated again too."""
+        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease, which
+        `want` sends when the controller requests the trajectory again. No replacement is stored for a later turn of an
+        episode, because the earlier turns are generated again too."""
         lease = self._forget(number).lease
         key = key_of(lease)
         if not lease.trajectory.turn_offset:

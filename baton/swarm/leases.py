@@ -73,8 +73,7 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     origin: str
-    """Identifies the source of the tokens. If two leases of a task have equal origins, they generate the same
-    tokens."""
+    """Source of the tokens. Two leases of a task with equal origins generate the same tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
@@ -310,8 +309,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Select the longest lease among `lease` and the task's returned leases. Commit its tokens, and discard the
-        tokens of the others."""
+        """Commit the tokens of the longest of `lease` and the returned leases, and discard those of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -324,8 +322,7 @@ class LeaseTable:
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
         """Count a lease's tokens as discarded, except the first `prefix` tokens of the trajectory, which equal the
-        committed tokens. With `restarts`, a lease whose origin differs from that of the committed tokens has no equal
-        tokens, so all its tokens are counted."""
+        committed tokens. All tokens of an inconsistent lease are counted."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -334,9 +331,8 @@ class LeaseTable:
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease are committed as soon as they are reported. With `restarts`, the tokens
-        must equal the committed tokens at all common positions. Without `restarts`, the task must have no other lease,
-        neither running nor returned."""
+        """Return whether the tokens of a lease are committed as soon as they are reported: with `restarts`, if they are
+        consistent; without, if the task has no other lease, neither running nor returned."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
@@ -513,8 +509,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Find the tasks that would finish sufficiently earlier with a backup lease on the worker `fastest`. Return
-        (expected remaining seconds, task) for each of them."""
+        """Return (expected remaining seconds, task) for each task for which a backup lease on `fastest` pays off."""
         found = []
         for lease in self.leases.values():
             task, age_s = self.tasks[lease.task], now_s - lease.granted_s

@@ -36,8 +36,7 @@ PROTOCOL = 5
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum bytes of a frame, enough for a report of 100,000 tokens; a longer frame ends the connection."""
 SILENT_HEARTBEATS = 12
-"""A connection is considered dead if no message arrives for this number of heartbeat periods, even if it is still
-open."""
+"""An open connection is considered dead if no message arrives for this number of heartbeat periods."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256

@@ -81,8 +81,7 @@ def chunk_url(base: str, digest: str) -> URL:
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
     """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200,
-    ConnectionError if the status means that a later request may succeed (429, 503), and DeadlineExceeded if the bytes
-    arrive too slowly."""
+    ConnectionError if a later request may succeed (429, 503), and DeadlineExceeded if the bytes arrive too slowly."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     now, body = asyncio.get_running_loop().time, bytearray()
     slow = asyncio.timeout(2 * _SILENCE_S)

@@ -191,8 +191,7 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise this process's soft limit on open files to the hard limit, at most to `MAX_FILES`; return the soft
-    limit."""
+    """Raise the soft limit on open files to the hard limit, at most to `MAX_FILES`; return the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

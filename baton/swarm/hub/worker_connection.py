@@ -29,8 +29,7 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """`on_sent`: called with the size in bytes of each sent frame. `delay_s`: returns the seconds by which the last
-        received frame must be delayed."""
+        """`on_sent`: called with the bytes of each sent frame. `delay_s`: delay of the last received frame."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
@@ -81,9 +80,7 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of unsent bytes. Return 0 for a closed TLS transport, because `get_write_buffer_size` then
-    raises AttributeError."""
     try:
         return transport.get_write_buffer_size()
-    except AttributeError:
+    except AttributeError:  # raised for a closed TLS transport
         return 0

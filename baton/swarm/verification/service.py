@@ -32,8 +32,7 @@ MAX_BATCH = 64
 
 
 class LogprobScorer(Protocol):
-    """Recomputes the logprobs and draw gaps (`Rescored`) of the tokens in workers' reports (`Claim`). One version is
-    loaded at a time."""
+    """Recomputes logprobs and draw gaps (`Rescored`) of reported tokens (`Claim`), under one version at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""
@@ -72,9 +71,8 @@ class VerificationService:
         clock: Clock = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
-        """`make_scorer`: creates the scorer, in the service's thread, before the first check. `keep_versions`: number
-        of versions kept for scoring; 0 disables scoring. `noise_seed`: the seed of training batches. `tracer`: receives
-        a span for each computation."""
+        """`make_scorer`: called in the service's thread, before the first check. `keep_versions`: number of versions
+        kept for scoring; 0 disables it. `noise_seed`: seed of training batches. `tracer`: records computations."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.num_checked: Counter[str] = Counter()
         """Worker id → number of its trajectories that were checked since the service started."""
