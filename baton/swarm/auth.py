@@ -45,8 +45,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""When a token is created, tokens that expired more than this number of seconds ago are removed from the file. The hub
-then refuses these tokens as unknown."""
+"""Creating a token removes tokens that expired longer ago than this from the file. They are then unknown tokens."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(rf"(?i:bearer) {{1,100}}({_TOKEN.pattern})")
@@ -279,8 +278,7 @@ class Authenticator:
     """Identifies the sender of a request by its access token. Reads the token file again when the file changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the token file. Raises UserError if the file is missing or invalid. `is_own`: True if the file contains
-        the tokens of workers that the run itself starts."""
+        """`is_own`: the tokens are of the run's own workers. Raises UserError if the file is missing or invalid."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
         """Reason why the token file is invalid, so that every request is refused; None if the file is valid."""

@@ -303,8 +303,7 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send to the controller the last report of a trajectory, which was held back for verification. Has no effect
-        if the trajectory was revoked in the meantime."""
+        """Send the last report of a trajectory, held back for verification, unless the trajectory was revoked."""
         last = self._held.pop(key, None)
         if last is None:
             return []

@@ -111,8 +111,7 @@ class TrackedTask:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Sort key of waiting tasks, which are granted in ascending order: tasks that continue an episode come first,
-        and older tasks come before newer tasks."""
+        """Sort key of waiting tasks: tasks that continue an episode come first, then older before newer tasks."""
         return not self.start, self.number
 
 
@@ -136,8 +135,7 @@ class LeaseTable:
         """True if a task or a slot has become available since the last attempt to grant leases."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Apply one event; return the resulting commands in order. Events of ended leases, tasks or workers have no
-        effect."""
+        """Apply one event; return the resulting commands in order. Ignore events of ended leases, tasks and workers."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
     def _apply_event(self, event: ev.Event) -> Iterator[ev.Command]:

@@ -77,8 +77,7 @@ class ListenAddress:
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
-        """Return the hub's URL for clients on this machine. This URL differs from `url` if the hub listens on 0.0.0.0
-        or ::, because clients cannot connect to these addresses."""
+        """Return the hub's URL for clients on this machine, which cannot connect to 0.0.0.0 or ::."""
         host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
 
@@ -95,8 +94,7 @@ class ListenAddress:
         return address is not None and address.is_unspecified
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 digest of the server's certificate in hex, or None without TLS. Workers that the run
-        starts itself verify the certificate by this digest."""
+        """Return the SHA-256 digest in hex by which the run's own workers verify the certificate; None without TLS."""
         if self.certificate is None:
             return None
         # the first certificate of the file is the server's own

@@ -91,8 +91,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The hub has received the first `length` tokens of a lease. If `has_ended` is set, the lease has ended, and none
-    of its reports needs to be sent again."""
+    """The hub has received the first `length` tokens of a lease or, if it `has_ended`, all its reports."""
 
     lease_id: int
     length: int

@@ -130,8 +130,7 @@ def model_digest(packed: bytes) -> str:
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files of `packed`, a message of `pack_model`, to `directory`. Raises WeightsFault for an invalid
-    message, and OSError if a file cannot be written."""
+    """Write the files of a message of `pack_model`. Raises WeightsFault for an invalid message, and OSError."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

@@ -197,8 +197,7 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove entries from the start of a heap until the first entry's owner may hold one more lease. Return this
-        entry, or None if no entry remains."""
+        """Remove entries from the start of a heap until the first one's owner may hold one more lease; return it."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top

@@ -67,8 +67,7 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection towards its token. Return the reason why the connection is refused, or None if it is
-        accepted. A refused connection stays a stranger."""
+        """Count a connection towards its token. Return the reason if it is refused, and thus stays a stranger."""
         if connection in self._known:
             return None
         if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
@@ -93,8 +92,7 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Return the oldest connection without a valid token, or None if all connections have presented one. The caller
-        closes this connection when no file descriptor is left."""
+        """Return the oldest connection without a valid token, to close it when no file descriptor is left."""
         return next(iter(self._strangers), None)
 
     def overdue(self, now_s: float) -> list[int]:

@@ -135,9 +135,8 @@ class Membership:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
-        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt). Return the trajectories
-        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and
-        return an empty set."""
+        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt), unless one is trusted.
+        Return the trajectories of `keys` with tokens of quarantined or unknown authors; none if one is trusted."""
         spans = {key: self.broker.authors(key) for key in keys}
         found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
         known = [(key, self.authors[number]) for key, number in found if number is not None]

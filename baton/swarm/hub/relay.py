@@ -80,8 +80,7 @@ class Relay:
         self.verified: set[str] = set()
         """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """The running fetches. The key is the digest of a chunk, or the version of a manifest. Later requests for the
-        same data wait for the running fetch."""
+        """Digest of a chunk, or version of a manifest → its running fetch, for which later requests wait too."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""

@@ -233,8 +233,7 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 @dataclass(slots=True)
 class _CheckedWorker:
     checks_owed: int
-    """While this number is above 0, each finished trajectory of the worker is checked. The number then decreases by 1.
-    At 0, the random selection applies."""
+    """Number of next finished trajectories that are all checked. At 0, the random selection applies."""
     verdicts: deque[VerificationResult] = field(default_factory=lambda: deque(maxlen=EVALUATED_TOGETHER))
     num_finished: int = 0
     num_checked: int = 0
@@ -436,7 +435,6 @@ class VerificationPolicy:
 
 
 def name_of(key: Key) -> str:
-    """Return a trajectory's name. The name contains the noise seed, because training and evaluations may use equal
-    group ids but have different noise seeds."""
+    """Return a trajectory's name. It contains the noise seed, because training and evaluations may share group ids."""
     noise_seed, group_id, sample_index = key
     return f"{group_id}/{sample_index}@{noise_seed}"

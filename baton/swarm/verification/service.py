@@ -127,8 +127,7 @@ class VerificationService:
         return next((command.record for command in found if isinstance(command, policy.QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Apply the deadlines of checks, and readmit workers whose quarantine a user has lifted since the last tick.
-        `delay_s`: number of seconds by which this tick of the hub is late."""
+        """Apply deadlines, and readmit workers whose quarantine a user has lifted. `delay_s`: delay of this tick."""
         if lifted := self.quarantine.follow():
             self._handle_event(policy.QuarantineLifted(lifted))
         self._handle_event(policy.VerificationTick(self._clock(), delay_s))

@@ -101,8 +101,7 @@ class WorkerSession:
     def __init__(
         self, *, url: str = "", reconnect_timeout_s: float | None = None, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
-        """`url`: address of the hub. `reconnect_timeout_s`: as in `WorkerOptions`. `jitter`: function that returns a
-        random factor for each delay before an attempt to reconnect."""
+        """`reconnect_timeout_s`: as in `WorkerOptions`. `jitter`: returns a random factor of each reconnect delay."""
         self.key = ""
         """Key that the hub has issued; kept in memory until the process ends."""
         self.welcome: messages.Welcome | None = None
