@@ -45,8 +45,7 @@ class AuditLog:
     `NAME.1`. An earlier `NAME.1` is overwritten. Only one thread may use an `AuditLog`.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
-    displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is
-    raised.
+    displace other events. Lines beyond a budget, or that cannot be written, are counted; no error is raised.
     """
 
     def __init__(

@@ -287,12 +287,10 @@ class Authenticator:
         """Digest → token."""
 
     def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
-        """Check the token in an `Authorization` header and return its grant. The token must have one of the roles in
-        `wanted`.
+        """Return the grant of the token in an `Authorization` header. Its role must be in `wanted`.
 
         Raises Denied with status 401 if the header is missing or malformed, or if its token is unknown, expired or
-        revoked. Raises Denied with status 403 if the token has another role. Raises nothing else, whatever the header
-        contains.
+        revoked, and with status 403 if the token has another role. Raises nothing else, whatever the header contains.
         """
         if header is None:
             raise Denied(401, "no token")

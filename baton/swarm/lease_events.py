@@ -93,11 +93,8 @@ class LeaseFinished(TimedEvent, frozen=True, tag="LeaseFinished"):
 
 
 class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
-    """The worker has aborted the trajectory of a lease, or has refused the lease.
-
-    If the table expected the worker to serve the lease's version, it grants the worker no lease until the worker has
-    sent another message. This prevents an endless loop of grants and refusals.
-    """
+    """The worker has aborted the trajectory of a lease, or has refused the lease. If the worker serves the lease's
+    version, it is granted no lease before its next message, which prevents an endless loop of grants and refusals."""
 
     lease: int
 

@@ -129,11 +129,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str, is_insecure: bool = False) -> str:
-    """Return the hub's URL as http(s)://HOST:PORT without a trailing slash.
-
-    Raises UserError if the text has another form. Without `is_insecure`, an http URL of another machine is also an
-    error, because the token would be sent unencrypted.
-    """
+    """Return the hub's URL as http(s)://HOST:PORT without a trailing slash. Raises UserError if the text has another
+    form or, without `is_insecure`, for an http URL of another machine, which would get the token unencrypted."""
     scheme, _, rest = url.partition("://")
     scheme, place = scheme.lower(), _host_and_port(rest.removesuffix("/"))
     if scheme not in ("http", "https") or place is None or place[1] == 0:
@@ -149,12 +146,9 @@ def check_url(url: str, is_insecure: bool = False) -> str:
 
 
 def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
-    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; return None
-    for http.
-
+    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; None for http.
     `ca`: PEM file with certificates to trust instead of those that this machine trusts, for example if the hub's
-    certificate is self-signed. Raises UserError if the file cannot be used.
-    """
+    certificate is self-signed. Raises UserError if the file cannot be used."""
     if URL(url).scheme != "https":
         if ca is not None:
             raise UserError(f"{ca} applies to https, but {url} is not an https URL: use the hub's https URL")

@@ -174,11 +174,8 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 async def receive_unless_silent(receive: Callable[[], Awaitable[T]], timeout_s: float) -> T | None:
-    """Return the next frame that `receive` returns, or None if no frame arrives within `timeout_s` seconds.
-
-    The wait consists of `SILENT_HEARTBEATS` shorter waits. If this process is paused, only one of them times out, and
-    the next one reads the frames that arrived during the pause.
-    """
+    """Return the result of `receive`, or None if no frame arrives within `timeout_s` seconds. If the process pauses,
+    only one of the `SILENT_HEARTBEATS` short waits times out, and the next one reads the frames that have arrived."""
     for _ in range(SILENT_HEARTBEATS):
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation

@@ -240,10 +240,7 @@ def _decided(
 
 def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
     """Return an upper bound on the probability that at least `beyond` of `num_tokens` tokens exceed a tolerance, each
-    with probability `share`.
-
-    This is the Chernoff bound exp(−n · KL(beyond / n ‖ share)), or 1 if `beyond` does not exceed the mean n · share.
-    """
+    with probability `share`: the Chernoff bound exp(−n · KL(beyond / n ‖ share)), or 1 if beyond ≤ n · share."""
     if not num_tokens or beyond <= share * num_tokens:
         return 1.0
     seen = beyond / num_tokens
@@ -292,13 +289,11 @@ class Calibration:
                 seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return the tolerance of a class of workers: the default for its dtype until `min_tokens` tokens of the class
-        have been observed.
-
-        Afterwards, `logprob` and `draw_gap` are the product of `HEADROOM` and the (1 − `beyond`) quantile of the
-        observed values, and differ from the default at most by the factor `_MAX_FACTOR`. `draw_gap` is at least twice
-        `logprob`, because it is the distance between two bounds, which rounding may move in opposite directions.
-        """
+        """Return the tolerance of a class of workers: the default for its dtype until `min_tokens` of its tokens have
+        been observed. Afterwards, `logprob` and `draw_gap` are the product of `HEADROOM` and the (1 − `beyond`)
+        quantile of the observed values, and differ from the default at most by the factor `_MAX_FACTOR`. `draw_gap` is
+        at least twice `logprob`, because it is the distance between two bounds, which rounding may move in opposite
+        directions."""
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
         seen = self._seen.get(worker_class)

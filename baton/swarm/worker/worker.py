@@ -142,10 +142,9 @@ class SwarmWorker:
         self._is_leaving.set()
 
     async def use_device(self, is_awake: bool | None) -> int:
-        """False: free the engine's device memory; True: allocate the memory again; None: change nothing. Return the
-        bytes of device memory that the engine then uses. A worker that has slept serves no version before the next
-        announcement. Called in the event loop, at the request of the run that has started this worker. The engine must
-        have no valid leases. Raises EngineFault."""
+        """As `EngineDriver.use_device`; called in the event loop at the request of the run that started this worker.
+        A worker that has slept serves no version before the next announcement. The engine must have no valid leases.
+        Raises EngineFault."""
         if is_awake is not None:
             (self._is_awake.set if is_awake else self._is_awake.clear)()
             self._on_weights(vs.SleepChanged(self._loop.time(), not is_awake))
