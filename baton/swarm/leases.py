@@ -51,8 +51,7 @@ class LeaseRules:
     heartbeat_timeout_s: float = 30.0
     progress_timeout_s: float = 60.0
     starve_s: float = 600.0
-    """If an active worker reports no new token of a lease for this number of seconds, the lease ends, and its task is
-    granted again."""
+    """A lease without a new token for this number of seconds ends, and its task is granted again."""
     backup_lease_factor: float = 2.0
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""

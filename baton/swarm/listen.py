@@ -21,8 +21,7 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""Pattern of host names. The pattern excludes texts such as 127.1, 0x7f000001 and 2130706433. They look like names, but
-the system's resolver interprets them as IP addresses."""
+"""Host names, but not texts such as 127.1, 0x7f000001 and 2130706433, which the resolver reads as IP addresses."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -164,8 +163,7 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:
-    """Parse HOST:PORT; return None if the text has another form. The additional checks are needed because yarl accepts
-    user names, paths and short forms of addresses."""
+    """Parse HOST:PORT; None for another form, such as user names, paths and short addresses, which yarl accepts."""
     if not _HOST_AND_PORT.fullmatch(text):
         return None
     try:

@@ -21,8 +21,7 @@ MAX_CONNECTIONS = 4096
 MAX_RESERVE = 1024
 """Maximum number of file descriptors that are reserved for the process's own files."""
 AUTHENTICATE_S = 30.0
-"""A connection that presents no valid token within this number of seconds is closed. The TLS handshake and the transfer
-of the HTTP headers count towards this time."""
+"""Seconds, including TLS handshake and HTTP headers, after which a connection without a valid token is closed."""
 
 
 @dataclass(frozen=True, slots=True)

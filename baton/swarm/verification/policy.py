@@ -34,8 +34,7 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""A trajectory that waits for its check is late if no check has had a result for this time: the first number in
-seconds, plus the second number in seconds per token."""
+"""A waiting check is late if no check has had a result for this time: seconds, plus seconds per token."""
 MAX_HELD = 256
 """While this many trajectories wait for their checks, no further trajectory is selected at random. Trajectories that
 must always be checked are still held back: the batch waits for them, and the scheduler limits their number."""

@@ -52,8 +52,7 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
     @property
     def noise(self) -> str | None:
-        """Value of `WorkerJoined.kind`. Workers that generate the same tokens from the same noise have equal values.
-        None if the engine uses its own noise."""
+        """Value of `WorkerJoined.kind`; None if the engine uses its own noise."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:

@@ -40,8 +40,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
     welcome: messages.Welcome
     is_new_hub: bool
-    """True if the engine's leases are from another hub process. The engine must then first discard all leases, because
-    the new leases may have the same ids."""
+    """True if the engine must first discard all leases: they are of another hub process, whose ids may occur again."""
 
 
 Command = (
