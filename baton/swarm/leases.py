@@ -139,28 +139,36 @@ class LeaseTable:
 
     def _apply_event(self, event: ev.Event) -> Iterator[ev.Command]:
         match event:
-            case ev.LeaseProgressed() if lease := self.leases.get(event.lease):
-                yield from self._on_lease_progressed(event, lease)
-            case ev.WorkerSeen() if worker := self.workers.get(event.worker):
-                self._on_worker_seen(event, worker)
+            case ev.LeaseProgressed():
+                if lease := self.leases.get(event.lease):
+                    yield from self._on_lease_progressed(event, lease)
+            case ev.WorkerSeen():
+                if worker := self.workers.get(event.worker):
+                    self._on_worker_seen(event, worker)
             case ev.TaskSubmitted():
                 self._on_task_submitted(event)
-            case ev.LeaseFinished() if lease := self.leases.get(event.lease):
-                yield from self._on_lease_finished(event, lease)
-            case ev.LeaseReturned() if lease := self.leases.get(event.lease):
-                yield from self._on_lease_returned(lease)
-            case ev.TaskAborted() if task := self.tasks.get(event.task):
-                yield from self._on_task_aborted(event, task)
-            case ev.TaskRevoked() if task := self.tasks.get(event.task):
-                yield from self._on_task_revoked(task)
+            case ev.LeaseFinished():
+                if lease := self.leases.get(event.lease):
+                    yield from self._on_lease_finished(event, lease)
+            case ev.LeaseReturned():
+                if lease := self.leases.get(event.lease):
+                    yield from self._on_lease_returned(lease)
+            case ev.TaskAborted():
+                if task := self.tasks.get(event.task):
+                    yield from self._on_task_aborted(event, task)
+            case ev.TaskRevoked():
+                if task := self.tasks.get(event.task):
+                    yield from self._on_task_revoked(task)
             case ev.LeaseTick():
                 yield from self._on_tick(event)
             case ev.WorkerJoined():
                 self._on_worker_joined(event)
-            case ev.WorkerWeightChanged() if worker := self.workers.get(event.worker):
-                self._index.weigh(worker, event.weight)
-            case ev.WorkerLeft() if worker := self.workers.get(event.worker):
-                yield from self._on_worker_left(worker)
+            case ev.WorkerWeightChanged():
+                if worker := self.workers.get(event.worker):
+                    self._index.weigh(worker, event.weight)
+            case ev.WorkerLeft():
+                if worker := self.workers.get(event.worker):
+                    yield from self._on_worker_left(worker)
 
     @property
     def workers(self) -> dict[int, Worker]:
