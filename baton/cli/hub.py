@@ -26,8 +26,8 @@ def status(
     Needs a token with the role `admin`.
     """
     from baton.swarm.auth import read_token_file
+    from baton.swarm.hub.status import fetch_status
     from baton.swarm.listen import check_url, client_ssl
-    from baton.swarm.status_client import fetch_status
     from baton.views.terminal.swarm import print_status
 
     base = check_url(url, insecure)

@@ -32,17 +32,15 @@ from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkL
 MAX_REFUSALS = 64
 """A worker is disconnected if it has refused more than this number of leases since its last accepted report."""
 MAX_PROVENANCE = 200_000
-"""After the last lease of a trajectory has ended, the broker still stores which workers generated its tokens, so that
-it can revoke the trajectory. This is the maximum number of such records. The oldest records are removed first."""
+"""Maximum number of trajectories without a lease whose authors the broker stores, so that it can revoke the
+trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""A replacement is stored until the controller requests the revoked trajectory again. This is the maximum number of
-stored replacements."""
+"""Maximum number of replacements stored until the controller requests the revoked trajectories again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker number, `first`, `end`): the worker generated the tokens at positions `first` … `end` − 1 after the
-prompt."""
+"""(worker number, `first`, `end`): the worker generated the tokens `first` … `end` − 1 after the prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
@@ -98,9 +96,8 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the tokens that have been committed so far."""
     num_sent: int
-    """Number of tokens that the controller has. The last report of a trajectory, with its tokens, is sent when the
-    trajectory is verified. A run that is killed before that then resumes at an unfinished trajectory that does not
-    contain its end token."""
+    """Number of tokens that the controller has. It gets the tokens of the last report when the trajectory is verified.
+    A run that is killed before that resumes at an unfinished trajectory without its end token."""
     spans: list[Span] = field(default_factory=list)
     """The workers that generated the committed tokens, including the tokens of earlier leases."""
     leases: list[int] = field(default_factory=list)
@@ -125,8 +122,7 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Trajectory without a lease (finished, aborted, or waiting for its environment) → the authors of its
-        tokens."""
+        """Trajectory without a lease (finished, aborted, or waiting for its environment) → its authors."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
@@ -203,8 +199,8 @@ class LeaseBroker:
         return worker in self._authors
 
     def trained(self, keys: Iterable[Key]) -> None:
-        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more. Also
-        forget the workers that have left and generated no tokens of other trajectories."""
+        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more, and the
+        workers that have left and generated no tokens of other trajectories."""
         for key in keys:
             self._provenance.pop(key, None)
         if self._authors <= self.table.workers.keys():
@@ -231,9 +227,9 @@ class LeaseBroker:
         )
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare the leases that a worker lists after a reconnection with the lease table. If the worker does not list
-        one of its leases, this lease ends and its task is granted again. A listed lease that is no longer valid is
-        dropped. A listed lease that was recalled is recalled again."""
+        """Compare the leases that a worker lists after a reconnection with the lease table. A lease that it does not
+        list ends, and its task is granted again. A listed lease that is no longer valid is dropped; one that was
+        recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
@@ -253,7 +249,7 @@ class LeaseBroker:
             return [SendToWorker(worker, Dropped(number))]
         if report.token_offset != progress.trajectory.num_tokens:
             # the report is repeated, or an earlier report is lost; the worker continues after the acknowledged length
-            return [self._acknowledge(worker, number, progress)]
+            return [self._acknowledge(progress)]
         complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
         if complaint is not None:
             return [ReportViolation(worker, complaint)]
@@ -274,7 +270,7 @@ class LeaseBroker:
             found += self.handle(ev.LeaseFinished(self.clock(), number))
         elif report.is_aborted:
             found += self.handle(ev.LeaseReturned(self.clock(), number))
-        return [*found, self._acknowledge(worker, number, progress)]
+        return [*found, self._acknowledge(progress)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
         """Handle a refused lease: the worker does not serve the version that the lease requires."""
@@ -307,8 +303,7 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send to the controller the last report of a trajectory, which was held back for verification. Has no effect
-        if the trajectory was revoked in the meantime."""
+        """Send the last report of a trajectory, held back for verification, unless the trajectory was revoked."""
         last = self._held.pop(key, None)
         if last is None:
             return []
@@ -333,8 +328,7 @@ class LeaseBroker:
         return [found for command in commands if (found := self.apply(command)) is not None]
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
-        """Apply a command from the lease table. Return the resulting command for the hub; None if the hub need not do
-        anything."""
+        """Apply a command of the lease table. Return the resulting command for the hub, if any."""
         match command:
             case ev.GrantLease():
                 return self._grant(command)
@@ -350,10 +344,9 @@ class LeaseBroker:
             case ev.ReplaceTokens(task=task, lease=lease):
                 return self._replace(task, self._progress[lease])
             case ev.ReturnTask(task=task):
-                length = self._tasks[task].trajectory.num_tokens
-                self._remember(self._tasks[task])
-                self._forget(task)
-                return SendToController(Report(task, length, (), is_aborted=True))
+                returned = self._forget(task)
+                self._remember(returned)
+                return SendToController(Report(task, returned.trajectory.num_tokens, (), is_aborted=True))
             case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 return SendToController(WorkLost(cause, num_tokens))
             case ev.DisconnectWorker(worker=worker):
@@ -389,9 +382,8 @@ class LeaseBroker:
         return SendToController(Report(number, offset, segments))
 
     def _finish(self, number: int, grown: Trajectory) -> BrokerCommand:
-        task = self._tasks[number]
+        task = self._forget(number)
         self._remember(task)
-        self._forget(number)
         last = grown.segments_between(task.num_sent, grown.num_tokens)
         self._held[key_of(task.lease)] = Report(number, task.num_sent, last, grown.finish_reason)
         start = task.lease.trajectory.turn_offset
@@ -403,21 +395,22 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease as its
-        replacement. When the controller requests the trajectory again, `want` sends the replacement. No replacement is
-        stored for a later turn of an episode, because the earlier turns are generated again too."""
-        lease = self._tasks[number].lease
+        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease, which
+        `want` sends when the controller requests the trajectory again. No replacement is stored for a later turn of an
+        episode, because the earlier turns are generated again too."""
+        lease = self._forget(number).lease
         key = key_of(lease)
-        self._forget(number)
         if not lease.trajectory.turn_offset:
             self._replacements[key] = progress.trajectory, progress.worker
         while len(self._replacements) > MAX_REPLACEMENTS:
             self._replacements.popitem(last=False)
         return _revoked(key, "overtaken")
 
-    def _forget(self, number: int) -> None:
-        for lease in self._tasks.pop(number).leases:
+    def _forget(self, number: int) -> _Task:
+        task = self._tasks.pop(number)
+        for lease in task.leases:
             del self._progress[lease]
+        return task
 
     def _forget_worker(self, worker: int) -> None:
         self._refusals.pop(worker, None)
@@ -426,9 +419,9 @@ class LeaseBroker:
         if name is not None:
             self._trace.left(name)
 
-    def _acknowledge(self, worker: int, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        has_ended = number not in self.table.leases
-        return SendToWorker(worker, Ack(number, progress.trajectory.num_tokens, has_ended))
+    def _acknowledge(self, progress: _LeaseProgress) -> BrokerCommand:
+        number, length = progress.lease.lease_id, progress.trajectory.num_tokens
+        return SendToWorker(progress.worker, Ack(number, length, has_ended=number not in self.table.leases))
 
     def _valid_progress(self, worker: int, lease: int) -> _LeaseProgress | None:
         """Return the progress of a lease; None if the worker does not hold this lease or the lease has ended."""
@@ -444,10 +437,8 @@ class LeaseBroker:
         return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)
 
     def _revoke_task(self, number: int, cause: str) -> list[BrokerCommand]:
-        key = key_of(self._tasks[number].lease)
         found = self.handle(ev.TaskRevoked(self.clock(), number))
-        self._forget(number)
-        return [*found, _revoked(key, cause)]
+        return [*found, _revoked(key_of(self._forget(number).lease), cause)]
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:

@@ -51,8 +51,7 @@ class LeaseRules:
     heartbeat_timeout_s: float = 30.0
     progress_timeout_s: float = 60.0
     starve_s: float = 600.0
-    """If an active worker reports no new token of a lease for this number of seconds, the lease ends, and its task is
-    granted again."""
+    """A lease without a new token for this number of seconds ends, and its task is granted again."""
     backup_lease_factor: float = 2.0
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""
@@ -73,8 +72,7 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     origin: str
-    """Identifies the source of the tokens. If two leases of a task have equal origins, they generate the same
-    tokens."""
+    """Source of the tokens. Two leases of a task with equal origins generate the same tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
@@ -112,8 +110,7 @@ class TrackedTask:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Sort key of waiting tasks, which are granted in ascending order: tasks that continue an episode come first,
-        and older tasks come before newer tasks."""
+        """Sort key of waiting tasks: tasks that continue an episode come first, then older before newer tasks."""
         return not self.start, self.number
 
 
@@ -137,34 +134,41 @@ class LeaseTable:
         """True if a task or a slot has become available since the last attempt to grant leases."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Apply one event; return the resulting commands in order. Events of leases that have ended are ignored."""
+        """Apply one event; return the resulting commands in order. Ignore events of ended leases, tasks and workers."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
     def _apply_event(self, event: ev.Event) -> Iterator[ev.Command]:
         match event:
             case ev.LeaseProgressed():
-                yield from self._on_lease_progressed(event)
+                if lease := self.leases.get(event.lease):
+                    yield from self._on_lease_progressed(event, lease)
             case ev.WorkerSeen():
-                self._on_worker_seen(event)
+                if worker := self.workers.get(event.worker):
+                    self._on_worker_seen(event, worker)
             case ev.TaskSubmitted():
                 self._on_task_submitted(event)
             case ev.LeaseFinished():
-                yield from self._on_lease_finished(event)
+                if lease := self.leases.get(event.lease):
+                    yield from self._on_lease_finished(event, lease)
             case ev.LeaseReturned():
-                yield from self._on_lease_returned(event)
+                if lease := self.leases.get(event.lease):
+                    yield from self._on_lease_returned(lease)
             case ev.TaskAborted():
-                yield from self._on_task_aborted(event)
+                if task := self.tasks.get(event.task):
+                    yield from self._on_task_aborted(event, task)
             case ev.TaskRevoked():
-                yield from self._on_task_revoked(event)
+                if task := self.tasks.get(event.task):
+                    yield from self._on_task_revoked(task)
             case ev.LeaseTick():
                 yield from self._on_tick(event)
             case ev.WorkerJoined():
                 self._on_worker_joined(event)
-            case ev.WorkerWeightChanged(worker=number, weight=weight):
-                if number in self.workers:
-                    self._index.weigh(self.workers[number], weight)
+            case ev.WorkerWeightChanged():
+                if worker := self.workers.get(event.worker):
+                    self._index.weigh(worker, event.weight)
             case ev.WorkerLeft():
-                yield from self._on_worker_left(event)
+                if worker := self.workers.get(event.worker):
+                    yield from self._on_worker_left(worker)
 
     @property
     def workers(self) -> dict[int, Worker]:
@@ -186,10 +190,7 @@ class LeaseTable:
             self._offer_owner(worker.owner)  # a new worker raises the limit for its owner's other workers, too
         self._index.add(worker)
 
-    def _on_worker_seen(self, event: ev.WorkerSeen) -> None:
-        worker = self.workers.get(event.worker)
-        if worker is None:
-            return
+    def _on_worker_seen(self, event: ev.WorkerSeen, worker: Worker) -> None:
         worker.last_seen_s = event.at_s
         if event.decoded_tokens != worker.decoded_tokens:
             worker.decoded_tokens, worker.last_progress_s = event.decoded_tokens, event.at_s
@@ -197,10 +198,7 @@ class LeaseTable:
             worker.version = event.version
             self._offer(worker)
 
-    def _on_worker_left(self, event: ev.WorkerLeft) -> Iterator[ev.Command]:
-        worker = self.workers.get(event.worker)
-        if worker is None:
-            return
+    def _on_worker_left(self, worker: Worker) -> Iterator[ev.Command]:
         for lease in [self.leases[number] for number in worker.leases]:
             if lease.length == lease.base:
                 self._credit(worker, LeaseCredit.lose)
@@ -222,9 +220,8 @@ class LeaseTable:
         self.tasks[event.task] = task
         self._queue(task)
 
-    def _on_task_aborted(self, event: ev.TaskAborted) -> Iterator[ev.Command]:
-        task = self.tasks.get(event.task)
-        if task is None or task.is_aborting:
+    def _on_task_aborted(self, event: ev.TaskAborted, task: TrackedTask) -> Iterator[ev.Command]:
+        if task.is_aborting:
             return
         task.is_aborting = True
         if task.is_waiting:
@@ -233,21 +230,16 @@ class LeaseTable:
             lease.recalled_s = event.at_s
             yield ev.RecallLease(lease.worker, lease.number)
 
-    def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
+    def _on_task_revoked(self, task: TrackedTask) -> Iterator[ev.Command]:
         """Remove a task, and count its uncommitted tokens as discarded. The caller counts the committed tokens."""
-        task = self.tasks.pop(event.task, None)
-        if task is None:
-            return
+        del self.tasks[task.number]
         for lease in task.leases:
             yield ev.DropLease(lease.worker, lease.number)
             self._remove_lease(lease)
         for lease in (*task.leases, *task.returned):
             yield from self._discard_tokens(task, lease, task.committed)
 
-    def _on_lease_progressed(self, event: ev.LeaseProgressed) -> Iterator[ev.Command]:
-        lease = self.leases.get(event.lease)
-        if lease is None:
-            return
+    def _on_lease_progressed(self, event: ev.LeaseProgressed, lease: TrackedLease) -> Iterator[ev.Command]:
         task, worker = self.tasks[lease.task], self.workers[lease.worker]
         self._index.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
         self._credit(worker, lambda credit: credit.earn(event.num_tokens))
@@ -259,10 +251,7 @@ class LeaseTable:
         if self._commits(task, lease):
             yield from self._commit(task, lease)
 
-    def _on_lease_finished(self, event: ev.LeaseFinished) -> Iterator[ev.Command]:
-        lease = self.leases.get(event.lease)
-        if lease is None:
-            return
+    def _on_lease_finished(self, event: ev.LeaseFinished, lease: TrackedLease) -> Iterator[ev.Command]:
         task = self.tasks.pop(lease.task)
         self._credit(self.workers[lease.worker], LeaseCredit.finish)
         prefix, is_faithful = task.committed, self._is_consistent(task, lease)
@@ -281,10 +270,7 @@ class LeaseTable:
         for other in task.returned:
             yield from self._discard_tokens(task, other, prefix)
 
-    def _on_lease_returned(self, event: ev.LeaseReturned) -> Iterator[ev.Command]:
-        lease = self.leases.get(event.lease)
-        if lease is None:
-            return
+    def _on_lease_returned(self, lease: TrackedLease) -> Iterator[ev.Command]:
         worker, task = self.workers[lease.worker], self.tasks[lease.task]
         if not task.is_aborting:
             self._credit(worker, lambda credit: credit.give_back(lease.length - lease.base))
@@ -310,8 +296,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Select the longest lease among `lease` and the task's returned leases. Commit its tokens, and discard the
-        tokens of the others."""
+        """Commit the tokens of the longest of `lease` and the returned leases, and discard those of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -324,8 +309,7 @@ class LeaseTable:
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
         """Count a lease's tokens as discarded, except the first `prefix` tokens of the trajectory, which equal the
-        committed tokens. With `restarts`, a lease whose origin differs from that of the committed tokens has no equal
-        tokens, so all its tokens are counted."""
+        committed tokens. All tokens of an inconsistent lease are counted."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -334,9 +318,8 @@ class LeaseTable:
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease are committed as soon as they are reported. With `restarts`, the tokens
-        must equal the committed tokens at all common positions. Without `restarts`, the task must have no other lease,
-        neither running nor returned."""
+        """Return whether the tokens of a lease are committed as soon as they are reported: with `restarts`, if they are
+        consistent; without, if the task has no other lease, neither running nor returned."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
@@ -471,13 +454,17 @@ class LeaseTable:
             worker.last_seen_s = min(now_s, worker.last_seen_s + event.delay_s)
             worker.last_progress_s = min(now_s, worker.last_progress_s + event.delay_s)
             self._credit(worker, lambda credit: credit.recover(now_s))
+            cause = ""
             if now_s - worker.last_seen_s > rules.heartbeat_timeout_s:
-                yield from self._time_out(worker, f"sent no message for {rules.heartbeat_timeout_s:.0f} s")
+                cause = f"sent no message for {rules.heartbeat_timeout_s:.0f} s"
             elif worker.leases and now_s - worker.last_progress_s > rules.progress_timeout_s:
                 held = f"held {len(worker.leases)} leases"
+                cause = f"{held} and generated no token for {rules.progress_timeout_s:.0f} s"
                 for _ in worker.leases:
                     self._credit(worker, LeaseCredit.lose)
-                yield from self._time_out(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
+            if cause:
+                yield ev.DisconnectWorker(worker.number, cause)
+                yield from self._remove(worker)
         for lease in list(self.leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
@@ -489,10 +476,6 @@ class LeaseTable:
         yield from self._grant_all(now_s)
         if rules.backup_lease_factor:
             yield from self._grant_backups(now_s)
-
-    def _time_out(self, worker: Worker, cause: str) -> Iterator[ev.Command]:
-        yield ev.DisconnectWorker(worker.number, cause)
-        yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
         """Start backup leases for the slowest leases. Each backup lease is granted to the fastest free worker that is
@@ -513,8 +496,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Find the tasks that would finish sufficiently earlier with a backup lease on the worker `fastest`. Return
-        (expected remaining seconds, task) for each of them."""
+        """Return (expected remaining seconds, task) for each task for which a backup lease on `fastest` pays off."""
         found = []
         for lease in self.leases.values():
             task, age_s = self.tasks[lease.task], now_s - lease.granted_s

@@ -19,6 +19,9 @@ files use HTTP.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,8 +36,7 @@ PROTOCOL = 5
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum bytes of a frame, enough for a report of 100,000 tokens; a longer frame ends the connection."""
 SILENT_HEARTBEATS = 12
-"""A connection is considered dead if no message arrives for this number of heartbeat periods, even if it is still
-open."""
+"""An open connection is considered dead if no message arrives for this number of heartbeat periods."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
@@ -89,8 +91,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The hub has received the first `length` tokens of a lease. If `has_ended` is set, the lease has ended, and none
-    of its reports needs to be sent again."""
+    """The hub has received the first `length` tokens of a lease or, if it `has_ended`, all its reports."""
 
     lease_id: int
     length: int
@@ -170,6 +171,16 @@ T = TypeVar("T")
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
+async def receive_unless_silent(receive: Callable[[], Awaitable[T]], timeout_s: float) -> T | None:
+    """Return the result of `receive`, or None if no frame arrives within `timeout_s` seconds. If the process pauses,
+    only one of the `SILENT_HEARTBEATS` short waits times out, and the next one reads the frames that have arrived."""
+    for _ in range(SILENT_HEARTBEATS):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
+                return await receive()
+    return None
 
 
 class Malformed(ValueError):

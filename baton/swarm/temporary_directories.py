@@ -1,5 +1,4 @@
-"""Temporary directories of a hub process. The hub process removes its directories when it ends. If it is killed, the
-next hub process of the run removes the directories."""
+"""Temporary directories of a hub process. If the process is killed, the run's next hub process removes them."""
 
 from __future__ import annotations
 

@@ -107,16 +107,14 @@ class SwarmTransport(WorkerTransport):
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         self._progress.consumed(step, groups)
-        members = [member for group in groups for member in group.members]
-        self._members.verifier.consumed(
-            step, [(m.trajectory.group_id, m.trajectory.sample_index, len(m.paths)) for m in members]
-        )
         noise_seed = self._members.verifier.noise_seed
         keys = [
             (seed, path.group_id, path.sample_index)
-            for member in members
+            for group in groups
+            for member in group.members
             for seed, path in zip(path_seeds(noise_seed, len(member.paths)), member.paths, strict=True)
         ]
+        self._members.verifier.consumed(step, keys)
         self.hub.call(lambda: self._members.broker.trained(keys))
 
     def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
@@ -172,8 +170,7 @@ class SwarmTransport(WorkerTransport):
         self._report_no_workers()
 
     def _report_no_workers(self) -> None:
-        """Print a message if the run has had no worker for `FIRST_MESSAGE_S` seconds. Print the message again each time
-        this period has doubled."""
+        """Print a message after `FIRST_MESSAGE_S` seconds without a worker, and again when this period has doubled."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_message_s > FIRST_MESSAGE_S:

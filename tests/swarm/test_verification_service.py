@@ -19,6 +19,7 @@ from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
+from baton.swarm.transport import SwarmTransport
 from baton.swarm.verification.policy import InspectionSettings, SegmentAuthor, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import VerificationService
@@ -199,7 +200,7 @@ def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
         office.finish(group, (author("bad"), 0, LENGTH))
         office.finish(group + 10, (author("good"), 0, LENGTH))
         office.rule(2)
-    office.verifier.consumed(7, [(1, 0, 1), (11, 0, 1)])
+    office.verifier.consumed(7, [(9, 1, 0), (9, 11, 0)])
     office.rule()
     office.script.forged["4/0"] = 0.5
     office.finish(4, (author("bad"), 0, LENGTH))
@@ -410,8 +411,14 @@ def test_each_path_of_an_episode_is_trained_on(office):
         lease = Lease(1, Trajectory(1, 0, (5,)), SamplingParams(LENGTH), seed, 0)
         office.verifier.finished(lease, trajectory, [(author("a"), 0, LENGTH)])
         office.rule()
-    office.verifier.consumed(7, [(1, 0, 2)])
+    keys: list[Any] = []
+    members = SimpleNamespace(verifier=office.verifier, broker=SimpleNamespace(trained=keys.extend))
+    hub = SimpleNamespace(members=members, call=lambda action: action())
+    progress = SimpleNamespace(consumed=lambda step, groups: None)
+    transport = SwarmTransport(hub, None, progress, (), None)  # type: ignore[arg-type]
+    transport.consumed(7, [SimpleNamespace(members=[SimpleNamespace(paths=(trajectory,) * 2)])])  # type: ignore[list-item]
     office.rule()
+    assert keys == [(seed, 1, 0) for seed in seeds]
     found = office.verifier.violated(author("a"), "a lie", "a report")
     assert found is not None
     assert found.trained == tuple((f"1/0@{seed}", 7) for seed in seeds)

@@ -63,8 +63,7 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """`weight`: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
-        token of this name."""
+        """`weight`: returns the `WorkerJoined.weight` of the run's own workers, by the name of their access token."""
         self.welcome, self.broker, self.verifier = welcome, broker, verifier
         # texts of workers are in these lines, also in errors of the decoder
         self.say: Callable[[str], None] = lambda text: say(visible(text[: messages.MAX_TEXT], keep=""))
@@ -90,8 +89,8 @@ class Membership:
     # ---- commands of the broker --------------------------------------------------------------------------------------
 
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
-        """Execute the broker's commands in order. A command can cause new commands, such as a disconnection because a
-        queue is full. New commands are executed after the commands that already wait."""
+        """Execute the broker's commands in order. Commands that a command causes, such as a disconnection because a
+        queue is full, are executed last."""
         self._commands.extend(commands)
         if self._is_executing:
             return
@@ -127,8 +126,7 @@ class Membership:
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove the workers of a quarantined id or access token. Revoke those of their trajectories that were not
-        trained on yet."""
+        """Remove the workers of a quarantined id or access token, and revoke their trajectories not yet trained on."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self.authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -137,9 +135,8 @@ class Membership:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
-        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt). Return the trajectories
-        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and
-        return an empty set."""
+        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt), unless one is trusted.
+        Return the trajectories of `keys` with tokens of quarantined or unknown authors; none if one is trusted."""
         spans = {key: self.broker.authors(key) for key in keys}
         found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
         known = [(key, self.authors[number]) for key, number in found if number is not None]
@@ -154,8 +151,8 @@ class Membership:
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
     def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
-        """Announce a published version to all workers. If `only_near` is set, announce it only to the workers on the
-        hub's machine, which can read the version's file."""
+        """Announce a published version to all workers. `only_near`: only to the workers on the hub's machine, which can
+        read the version's file."""
         want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version
@@ -211,8 +208,7 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """Handle the end of a connection: the worker gets no new leases, and its leases end at the heartbeat timeout
-        unless the worker reconnects."""
+        """The worker gets no new leases. Its leases end at the heartbeat timeout unless the worker reconnects."""
         peer.outgoing = None
         self._count_slots()
         # the removal of a worker has already been reported
@@ -253,8 +249,7 @@ class Membership:
             self.execute(self.broker.handle(WorkerWeightChanged(self.broker.clock(), worker, weight)))
 
     def _own_workers(self, name: str) -> list[int]:
-        """Return the numbers of the run's own workers that use the access token `name`. Workers that the run did not
-        start are excluded, even if their token has the same name."""
+        """Return the numbers of these workers. Other workers are excluded, even if their token has the same name."""
         grants = ((peer.number, peer.grant) for peer in self.peers.values())
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
@@ -314,8 +309,7 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of `version` if this process has published it and workers may still serve it, otherwise
-        None."""
+        """Return the number of `version`, or None unless this process has published it and workers may serve it."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

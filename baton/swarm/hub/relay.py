@@ -80,8 +80,7 @@ class Relay:
         self.verified: set[str] = set()
         """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """The running fetches. The key is the digest of a chunk, or the version of a manifest. Later requests for the
-        same data wait for the running fetch."""
+        """Digest of a chunk, or version of a manifest → its running fetch, for which later requests wait too."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -128,8 +127,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Check the secret of a request. Return the caller's network, whose downloads are limited together. The secret
-        cannot distinguish callers, because all workers present the same one."""
+        """Check the secret of a request. Return the caller's network, whose downloads are limited together, because all
+        workers present the same secret."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         # a header that is no UTF-8 has lone surrogates
         if not self._secret or not hmac.compare_digest(shown.encode(errors="replace"), self._secret.encode()):
@@ -163,8 +162,7 @@ class Relay:
         return body
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a reader of a verified chunk. It reads the chunk from disk if the cache has room for it, otherwise
-        from memory."""
+        """Return a reader of a verified chunk: from disk if the cache has room for it, otherwise from memory."""
         if digest in self.verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")

@@ -38,8 +38,7 @@ class ReportLimits:
     num_experts: int = 0
     """Number of experts of each router. In a report, an expert's index takes one byte, or two above 256 experts."""
     max_segments: int = 64
-    """Maximum number of segments of a report. A report has a segment for each version that the worker has served since
-    the previous report."""
+    """Maximum number of segments of a report: one for each version served since the previous report."""
 
 
 def check_report(
@@ -118,7 +117,7 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
 
 def _wrong_masks(segment: Segment, limits: ReportLimits, place: int, max_kept: int) -> str | None:
     """Check that each sampling mask contains 1 to `max_kept` different token ids in ascending order, including the id
-    of the sampled token. Return a sentence that names the first error, or None if there is none."""
+    of the sampled token."""
     needed, dtype = len(segment.token_ids) if max_kept else 0, np.dtype(kept_dtype(limits.vocabulary))
     if len(segment.kept) != needed:
         return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; it needs {needed}"
@@ -178,8 +177,7 @@ def _wrong_stop(
 ) -> str | None:
     """Search for stop strings token by token, as an engine does. If a token completes a stop string, it must be the
     last token of its report, and the finish reason must be `stop`. If the finish reason is `stop`, the last token must
-    complete a stop string or be a token that ends a trajectory. Return a sentence that names the first violation, or
-    None if there is none."""
+    complete a stop string or be a token that ends a trajectory."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

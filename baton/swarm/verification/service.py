@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
 from baton.clock import Clock
 from baton.records.trace import Tracer, TraceWriter
-from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
@@ -33,8 +32,7 @@ MAX_BATCH = 64
 
 
 class LogprobScorer(Protocol):
-    """Recomputes the logprobs and draw gaps (`Rescored`) of the tokens in workers' reports (`Claim`). One version is
-    loaded at a time."""
+    """Recomputes logprobs and draw gaps (`Rescored`) of reported tokens (`Claim`), under one version at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""
@@ -73,9 +71,8 @@ class VerificationService:
         clock: Clock = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
-        """`make_scorer`: creates the scorer, in the service's thread, before the first check. `keep_versions`: number
-        of versions kept for scoring; 0 disables scoring. `noise_seed`: the seed of training batches. `tracer`: receives
-        a span for each computation."""
+        """`make_scorer`: called in the service's thread, before the first check. `keep_versions`: number of versions
+        kept for scoring; 0 disables it. `noise_seed`: seed of training batches. `tracer`: records computations."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.num_checked: Counter[str] = Counter()
         """Worker id → number of its trajectories that were checked since the service started."""
@@ -104,13 +101,10 @@ class VerificationService:
         while len(self._tensors) > self._keep:
             self._tensors.popitem(last=False)
 
-    def consumed(self, step: int, trajectories: Sequence[tuple[int, int, int]]) -> None:
-        """Record the trajectories of a train step, given as (group id, sample index, number of paths)."""
-        if not self._keep:
-            return
-        seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self.noise_seed, count))
-        names = tuple(policy.name_of((seed, group_id, sample_index)) for (group_id, sample_index), seed in seeds)
-        self._tell_from_thread(policy.BatchConsumed(names, step))
+    def consumed(self, step: int, keys: Iterable[Key]) -> None:
+        """Record the trajectories that a train step has consumed."""
+        if self._keep:
+            self._tell_from_thread(policy.BatchConsumed(tuple(map(policy.name_of, keys)), step))
 
     def close(self) -> None:
         """End the thread. May be called twice."""
@@ -133,8 +127,7 @@ class VerificationService:
         return next((command.record for command in found if isinstance(command, policy.QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Apply the deadlines of checks, and readmit workers whose quarantine a user has lifted since the last tick.
-        `delay_s`: number of seconds by which this tick of the hub is late."""
+        """Apply deadlines, and readmit workers whose quarantine a user has lifted. `delay_s`: delay of this tick."""
         if lifted := self.quarantine.follow():
             self._handle_event(policy.QuarantineLifted(lifted))
         self._handle_event(policy.VerificationTick(self._clock(), delay_s))

@@ -80,10 +80,11 @@ class EngineDriver:
         Return the bytes of device memory that the engine then uses."""
         engine = self._engine
         assert isinstance(engine, Resident), f"{type(engine).__name__} cannot sleep"
-        if is_awake is not None and not is_awake:
+        if is_awake:
+            engine.wake_up()
+        elif is_awake is not None:
             self.drop_all()
-        if is_awake is not None:
-            (engine.wake_up if is_awake else engine.sleep)()
+            engine.sleep()
         return engine.held_bytes
 
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:

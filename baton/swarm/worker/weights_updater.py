@@ -1,5 +1,4 @@
-"""Fetches and verifies versions for a worker, while the engine serves the old version, and starts timers of
-`VersionSync`."""
+"""Fetches and verifies versions for a worker, while the engine serves the old version."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class WeightsUpdater:
         on_event: Callable[[vs.Event], None],
         say: Callable[[str], None],
     ) -> None:
-        """`source`: function that returns the source of weights at a relay's URL or, for None, at the hub. `near`:
-        sources that are tried first."""
+        """`source`: returns the source at a relay's URL or, for None, at the hub. `near`: sources to try first."""
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._on_event, self._say = on_event, say

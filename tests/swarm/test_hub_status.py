@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 
 from baton.errors import DeadlineExceeded, UserError
-from baton.swarm import status_client
-from baton.swarm.status_client import fetch_status
+from baton.swarm.hub import status
+from baton.swarm.hub.status import fetch_status
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_what_is_no_hub_is_named(answered: str) -> None:
 
 
 def test_a_hub_that_sends_its_answer_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_client, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(status, "DEADLINE_S", 0.5)
     is_over = threading.Event()
 
     def trickle() -> None:
