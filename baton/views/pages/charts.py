@@ -46,68 +46,60 @@ class ChartLine:
     """Whether to draw a moving mean in front of the raw values."""
 
 
+smooth = partial(ChartLine, is_smoothed=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LineChart:
     """A chart of metrics by train step."""
 
     title: str
     unit: str
+    """Unit of the vertical axis. If it ends with "%", the metrics are shares, which are drawn in per cent."""
     lines: tuple[ChartLine, ...]
     note: str = ""
-    scale: float = 1.0
-    """Factor from the metric's unit to the unit of the chart, such as 100 for percentages."""
     is_log: bool = False
     is_left_out_if_zero: bool = False
     repeats: str = ""
     """Name of another metric. The chart is omitted if the two metrics have equal curves."""
 
+    @property
+    def scale(self) -> float:
+        """Factor from the metrics' unit to the unit of the chart."""
+        return 100.0 if self.unit.endswith("%") else 1.0
+
 
 LEARNING = (
-    LineChart("Training reward", "reward", (ChartLine("reward/mean", "mean of the batch", is_smoothed=True),)),
-    LineChart(
-        "Training accuracy",
-        "correct, %",
-        (ChartLine("accuracy/mean", "batch", GREEN, is_smoothed=True),),
-        scale=100,
-        repeats="reward/mean",
-    ),
+    LineChart("Training reward", "reward", (smooth("reward/mean", "mean of the batch"),)),
+    LineChart("Training accuracy", "correct, %", (smooth("accuracy/mean", "batch", GREEN),), repeats="reward/mean"),
     LineChart(
         "Groups without a learning signal",
         "groups, %",
-        (ChartLine("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
+        (smooth("reward/zero_std_frac", "all rewards equal", GREY),),
         "If all rewards of a group are equal, the group's advantages are zero.",
-        scale=100,
     ),
 )
 RESPONSES = (
     LineChart(
         "Response length",
         "tokens",
-        (
-            ChartLine("response_length/max", "longest", GREY),
-            ChartLine("response_length/mean", "mean", BLUE, is_smoothed=True),
-        ),
+        (ChartLine("response_length/max", "longest", GREY), smooth("response_length/mean", "mean")),
     ),
     LineChart(
         "Responses truncated at the maximum length",
         "responses, %",
         (ChartLine("response_length/clip_ratio", "truncated", ORANGE),),
-        scale=100,
     ),
 )
 OPTIMISATION = (
-    LineChart(
-        "Entropy of the policy", "nats per token", (ChartLine("policy/entropy", "entropy", BLUE, is_smoothed=True),)
-    ),
-    LineChart(
-        "Gradient norm", "norm before clipping", (ChartLine("policy/grad_norm", "norm", PURPLE, is_smoothed=True),)
-    ),
+    LineChart("Entropy of the policy", "nats per token", (smooth("policy/entropy", "entropy"),)),
+    LineChart("Gradient norm", "norm before clipping", (smooth("policy/grad_norm", "norm", PURPLE),)),
     LineChart(
         "Logprob difference, engine and trainer",
         "nats",
         (
             ChartLine("policy/logprob_diff_max", "largest difference", ORANGE),
-            ChartLine("policy/logprob_diff_mean", "mean difference", BLUE),
+            ChartLine("policy/logprob_diff_mean", "mean difference"),
         ),
         "Absolute difference between the engine's and the trainer's log-probabilities of the same tokens; "
         "below 1e-4 in float32 on a CPU.",
@@ -116,13 +108,13 @@ OPTIMISATION = (
     LineChart(
         "Staleness of trained tokens",
         "policy versions",
-        (ChartLine("staleness/max", "largest", GREY), ChartLine("staleness/mean", "mean", BLUE)),
+        (ChartLine("staleness/max", "largest", GREY), ChartLine("staleness/mean", "mean")),
         is_left_out_if_zero=True,
     ),
-    LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates", BLUE),)),
+    LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates"),)),
 )
 EPISODES = (
-    LineChart("Turns per episode", "turns", (ChartLine("env/turns_mean", "mean", BLUE, is_smoothed=True),)),
+    LineChart("Turns per episode", "turns", (smooth("env/turns_mean", "mean"),)),
     LineChart(
         "How episodes end",
         "episodes, %",
@@ -130,7 +122,6 @@ EPISODES = (
             ChartLine(f"env/finish/{reason}", str(reason).replace("_", " "), colour)
             for reason, colour in zip(EpisodeFinish, (GREEN, BLUE, ORANGE, YELLOW, PURPLE, GREY), strict=True)
         ),
-        scale=100,
     ),
     LineChart(
         "Latency of environments",
@@ -138,25 +129,21 @@ EPISODES = (
         (
             ChartLine("env/latency_max", "longest", GREY),
             ChartLine("env/latency_p95", "95th percentile", ORANGE),
-            ChartLine("env/latency_mean", "mean", BLUE),
+            ChartLine("env/latency_mean", "mean"),
         ),
         is_log=True,
     ),
     LineChart(
         "Train step spent waiting for environments",
         "step, %",
-        (ChartLine("env/wait_frac", "no trajectory is generated", ORANGE, is_smoothed=True),),
-        scale=100,
+        (smooth("env/wait_frac", "no trajectory is generated", ORANGE),),
     ),
 )
 SPEED = (
     LineChart(
         "Tokens per second",
         "tokens/s",
-        (
-            ChartLine("perf/generate_tokens_per_s", "while generating", SKY, is_smoothed=True),
-            ChartLine("perf/throughput", "over whole steps", BLUE, is_smoothed=True),
-        ),
+        (smooth("perf/generate_tokens_per_s", "while generating", SKY), smooth("perf/throughput", "over whole steps")),
     ),
 )
 
@@ -168,7 +155,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
     if len(parts) > 1:
         named = zip(parts, cycle(SERIES), strict=False)
-        lines = tuple(ChartLine(name, label_of(name.split("/")[1]), colour, is_smoothed=True) for name, colour in named)
+        lines = tuple(smooth(name, label_of(name.split("/")[1]), colour) for name, colour in named)
         yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
 
 
