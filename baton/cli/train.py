@@ -150,12 +150,8 @@ def _run(start: Start, recipe: Recipe, as_json: bool) -> None:
     if RunLock.status(recipe.run.path) != "finished":
         step = f"step {report.steps} of {report.num_steps}"
         console.print(f"stopped after {step}; to continue, add --resume to the same command")
-        raise typer.Exit(_exit_code(stop))
-
-
-def _exit_code(stop: StopRequest) -> int:
-    """Return the exit code of a stopped run: 143 after SIGTERM, so that a supervisor restarts the run; otherwise 0."""
-    return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
+        # with the exit code 143, a supervisor restarts the run
+        raise typer.Exit(128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0)
 
 
 def _dry_run(recipe: Recipe, *, is_here: bool, keys: bool, as_json: bool) -> None:
