@@ -42,16 +42,12 @@ RELAY_GRACE_S = 2.0
 def relay(
     url: HubUrl,
     token_file: TokenPath,
-    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Address on which workers connect.")],
-    public_url: Annotated[
-        str | None, typer.Option("--public-url", help="URL for workers, if different from --listen.")
-    ] = None,
-    cache: Annotated[Path, typer.Option("--cache", help="Directory for cached chunks.")] = Path("baton-relay"),
-    cache_gb: Annotated[float, typer.Option("--cache-gb", min=0.1, help="Maximum size of the cache, GiB.")] = 20.0,
-    certificate: Annotated[
-        Path | None, typer.Option("--certificate", help="PEM file with the TLS certificate.")
-    ] = None,
-    key: Annotated[Path | None, typer.Option("--key", help="PEM file with the certificate's private key.")] = None,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address on which workers connect.")],
+    public_url: Annotated[str | None, typer.Option(help="URL for workers, if different from --listen.")] = None,
+    cache: Annotated[Path, typer.Option(help="Directory for cached chunks.")] = Path("baton-relay"),
+    cache_gb: Annotated[float, typer.Option(min=0.1, help="Maximum size of the cache, GiB.")] = 20.0,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file with the TLS certificate.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
     insecure: Insecure = False,
     ca: Authority = None,
 ) -> None:

@@ -18,7 +18,7 @@ def evaluate(
         typer.Argument(help="A run's directory (its latest checkpoint is used), a checkpoint or a model directory."),
     ],
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; default: the run's recipe.")
+        Path | None, typer.Option(help="Recipe with tasks and answer format; default: the run's recipe.")
     ] = None,
     num_prompts: Annotated[
         int | None,

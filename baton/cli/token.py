@@ -72,7 +72,7 @@ def list_tokens(file: File = DEFAULT_TOKEN_FILE, as_json: Json = False) -> None:
 
 @token_app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="Name of the token in `baton token list`.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the token in `baton token list`.")],
     file: File = DEFAULT_TOKEN_FILE,
 ) -> None:
     """Revoke a token permanently. A running hub refuses the next request with this token."""

@@ -30,10 +30,7 @@ def train(
     skip_batch: Annotated[
         int | None,
         typer.Option(
-            "--skip-batch",
-            metavar="STEP",
-            min=1,
-            help="With --resume: discard the recorded batch of this step and generate another.",
+            metavar="STEP", min=1, help="With --resume: discard the recorded batch of this step and generate another."
         ),
     ] = None,
     dry_run: Annotated[
@@ -43,26 +40,21 @@ def train(
     serve: Annotated[
         str | None,
         typer.Option(
-            "--serve",
-            metavar="HOST:PORT",
-            help="Listen on this address for workers on other machines (`baton worker`).",
+            metavar="HOST:PORT", help="Listen on this address for workers on other machines (`baton worker`)."
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=0, help="Number of worker processes to start on this machine; they generate."),
+        int | None, typer.Option(min=0, help="Number of worker processes to start on this machine; they generate.")
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without TLS; the traffic can be intercepted.")
     ] = False,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            "--plan", help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run."
-        ),
+        typer.Option(help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run."),
     ] = None,
     ray: Annotated[
-        str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
+        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
