@@ -43,7 +43,7 @@ def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint])
         timeline=_timeline(plan),
         curve=_curve_drawing(curve, plan) if len(curve) > 1 else "",
         more=_marginal_drawing(marginals) if marginals else "",
-        replicas=_replica_rows(plan),
+        replicas=replicas_by_shape(plan),
         alternatives=[
             (each.name, *plan_cells(each.plan, plan)) if each.plan else (each.name, "no plan", "", "", each.why_not)
             for each in result.alternatives
@@ -61,21 +61,6 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "Staleness", f"≤ {plan.max_staleness}", f"about {plan.mean_staleness:.1f} on average"
     gap = "optimum" if plan.bound.is_proven else f"≤ {plan.bound.gap:.2%}"
     yield "Gap", gap, "proven" if plan.bound.is_proven else "above the best possible step"
-
-
-def _replica_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
-    """Return one row per replica shape: (replicas, shape, layers, memory, tokens/s of a replica, share of the work)."""
-    return [
-        (
-            f"{len(same)} × {same[0].gpu}",
-            f"tp {same[0].tp} · pp {same[0].pp}",
-            ", ".join(f"{a} to {b - 1}" for a, b in same[0].layers),
-            f"{memory(same[0])} GB",
-            f"{same[0].tokens_per_s:,.0f}",
-            f"{sum(r.share for r in same):.1%}",
-        )
-        for same in replicas_by_shape(plan)
-    ]
 
 
 # ---- charts ----------------------------------------------------------------------------------------------------------
