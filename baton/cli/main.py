@@ -25,7 +25,7 @@ import typer
 from rich.text import Text
 
 import baton
-from baton.cli import hub, lists, measure, planning, runs, token, train, worker
+from baton.cli import hub, lists, measure, planning, runs, train, worker
 from baton.cli.options import Commands
 from baton.console import LogFormatter, err, out
 from baton.errors import BatonError, UserError
@@ -66,7 +66,7 @@ app.command()(runs.trace)
 app.command()(worker.worker)
 app.command()(hub.relay)
 app.command()(hub.status)
-app.add_typer(token.token_app, name="token")
+app.add_typer(hub.token_app, name="token")
 app.add_typer(planning.cluster_app, name="cluster")
 
 Descriptor = Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]
