@@ -1,5 +1,5 @@
-"""The commands for a hub: `baton status` shows its workers, `baton relay` caches its weights near workers, and the group
-`baton token` manages its access tokens."""
+"""The commands for a hub: `baton status` shows its workers, `baton relay` caches its weights near workers, and `baton
+token` manages its access tokens."""
 
 from __future__ import annotations
 
