@@ -30,12 +30,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 Html = Annotated[Path | None, typer.Option(help="Write an HTML page with charts to this file.")]
 Calibration = Annotated[Path | None, typer.Option(help="Efficiencies by GPU type, written by `baton profile`.")]
 ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.")]
-_MODEL = typer.Option(help="Hugging Face model directory or its config.json; weights are not needed.")
-_WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.")
-Model = Annotated[Path, _MODEL]
-OptionalModel = Annotated[Path | None, _MODEL]
-Workload = Annotated[Path, _WORKLOAD]
-OptionalWorkload = Annotated[Path | None, _WORKLOAD]
+MODEL = typer.Option(help="Hugging Face model directory or its config.json; weights are not needed.")
+WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.")
 
 HubUrl = Annotated[str, typer.Argument(metavar="URL", help="URL of the hub, such as https://hub.example:7000.")]
 TokenPath = Annotated[Path, typer.Option("--token-file", help="File with your token, written by `baton token create`.")]

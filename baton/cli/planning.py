@@ -8,15 +8,13 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.options import (
+    MODEL,
+    WORKLOAD,
     Calibration,
     ClusterFile,
     Html,
     Json,
-    Model,
-    OptionalModel,
-    OptionalWorkload,
     Overrides,
-    Workload,
     command_group,
     print_written,
     show,
@@ -25,8 +23,8 @@ from baton.console import err, out, print_json, wide_out
 
 
 def plan(
-    model: Model,
-    workload: Workload,
+    model: Annotated[Path, MODEL],
+    workload: Annotated[Path, WORKLOAD],
     cluster: ClusterFile = None,
     offers: Annotated[Path | None, typer.Option(help="Offers TOML: machines for rent.")] = None,
     budget: Annotated[
@@ -124,8 +122,8 @@ def simulate(
     overrides: Overrides = None,
     plan: Annotated[Path | None, typer.Option(help="Plan to simulate, written by `baton plan --out`.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe to simulate on this machine.")] = None,
-    model: OptionalModel = None,
-    workload: OptionalWorkload = None,
+    model: Annotated[Path | None, MODEL] = None,
+    workload: Annotated[Path | None, WORKLOAD] = None,
     cluster: ClusterFile = None,
     calibration: Calibration = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train steps; default: the recipe's, or 50.")] = None,

@@ -95,7 +95,7 @@ def train(
         planned = read_plan(plan)
         if ray is None:
             console.print(f"{plan} is not executed without --ray; the report compares its predictions with the run")
-        if ray is not None:
+        else:
             check_reward_places(planned, loaded, plan)
         if ray is None or dry_run:
             for note in check_plan(planned, loaded, plan):
