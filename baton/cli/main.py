@@ -25,7 +25,7 @@ import typer
 from rich.text import Text
 
 import baton
-from baton.cli import child_processes, evaluate, hub, lists, measure, planning, runs, token, train, worker
+from baton.cli import hub, lists, measure, planning, runs, train, worker
 from baton.cli.options import Commands
 from baton.console import LogFormatter, err, out
 from baton.errors import BatonError, UserError
@@ -51,7 +51,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 app.command()(train.train)
 app.command()(train.preview)
 app.command()(train.sft)
-app.command(name="eval")(evaluate.evaluate)
+app.command(name="eval")(measure.evaluate)
 app.command()(runs.show)
 app.command()(runs.report)
 app.command()(runs.export)
@@ -66,10 +66,27 @@ app.command()(runs.trace)
 app.command()(worker.worker)
 app.command()(hub.relay)
 app.command()(hub.status)
-app.add_typer(token.token_app, name="token")
+app.add_typer(hub.token_app, name="token")
 app.add_typer(planning.cluster_app, name="cluster")
-app.command(hidden=True)(child_processes.engine)
-app.command(hidden=True)(child_processes.rank)
+
+Descriptor = Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]
+
+
+@app.command(hidden=True)
+def engine(descriptor: Descriptor) -> None:
+    """Run as an engine of the parent process."""
+    from baton.rollout.processes.engine_process import serve
+
+    serve(descriptor)
+
+
+@app.command(hidden=True)
+def rank(descriptor: Descriptor) -> None:
+    """Run as a trainer rank of the parent process."""
+    from baton.trainer.parallel.rank_process import serve
+
+    serve(descriptor)
+
 
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Error numbers of paths that the user must change. Other errors of the system show a traceback."""

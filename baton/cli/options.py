@@ -14,39 +14,24 @@ from baton.console import Console, out, print_json
 Shown = TypeVar("Shown")
 
 RecipePath = Annotated[
-    Path,
-    typer.Argument(
-        help="Recipe TOML, or the name of a shipped recipe, such as quickstart or sokoban.", show_default=False
-    ),
+    Path, typer.Argument(help="Recipe TOML, or the name of a shipped recipe, such as quickstart or sokoban.")
 ]
-RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.", show_default=False)]
+RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Keys of the recipe to override, such as trainer.lr=3e-6 run.seed=7.",
-        show_default=False,
+        metavar="[KEY=VALUE]...", help="Keys of the recipe to override, such as trainer.lr=3e-6 run.seed=7."
     ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Delete an existing run of this name with its output, and start again.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Html = Annotated[Path | None, typer.Option(help="Write an HTML page with charts to this file.", show_default=False)]
-Calibration = Annotated[
-    Path | None, typer.Option(help="Efficiencies by GPU type, written by `baton profile`.", show_default=False)
-]
-ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False)
-]
-_MODEL = typer.Option(
-    help="Hugging Face model directory or its config.json; weights are not needed.", show_default=False
-)
-_WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.", show_default=False)
-Model = Annotated[Path, _MODEL]
-OptionalModel = Annotated[Path | None, _MODEL]
-Workload = Annotated[Path, _WORKLOAD]
-OptionalWorkload = Annotated[Path | None, _WORKLOAD]
+Html = Annotated[Path | None, typer.Option(help="Write an HTML page with charts to this file.")]
+Calibration = Annotated[Path | None, typer.Option(help="Efficiencies by GPU type, written by `baton profile`.")]
+ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.")]
+MODEL = typer.Option(help="Hugging Face model directory or its config.json; weights are not needed.")
+WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.")
 
 HubUrl = Annotated[str, typer.Argument(metavar="URL", help="URL of the hub, such as https://hub.example:7000.")]
 TokenPath = Annotated[Path, typer.Option("--token-file", help="File with your token, written by `baton token create`.")]

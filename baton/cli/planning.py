@@ -8,15 +8,13 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.options import (
+    MODEL,
+    WORKLOAD,
     Calibration,
     ClusterFile,
     Html,
     Json,
-    Model,
-    OptionalModel,
-    OptionalWorkload,
     Overrides,
-    Workload,
     command_group,
     print_written,
     show,
@@ -25,10 +23,10 @@ from baton.console import err, out, print_json, wide_out
 
 
 def plan(
-    model: Model,
-    workload: Workload,
+    model: Annotated[Path, MODEL],
+    workload: Annotated[Path, WORKLOAD],
     cluster: ClusterFile = None,
-    offers: Annotated[Path | None, typer.Option(help="Offers TOML: machines for rent.", show_default=False)] = None,
+    offers: Annotated[Path | None, typer.Option(help="Offers TOML: machines for rent.")] = None,
     budget: Annotated[
         float | None, typer.Option(help="With --offers: maximise throughput within this price per hour.")
     ] = None,
@@ -122,12 +120,10 @@ def plan(
 
 def simulate(
     overrides: Overrides = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="Plan to simulate, written by `baton plan --out`.")
-    ] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe to simulate on this machine.")] = None,
-    model: OptionalModel = None,
-    workload: OptionalWorkload = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan to simulate, written by `baton plan --out`.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe to simulate on this machine.")] = None,
+    model: Annotated[Path | None, MODEL] = None,
+    workload: Annotated[Path | None, WORKLOAD] = None,
     cluster: ClusterFile = None,
     calibration: Calibration = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train steps; default: the recipe's, or 50.")] = None,
@@ -140,11 +136,11 @@ def simulate(
     ] = 0.0,
     sweep: Annotated[
         list[str] | None,
-        typer.Option("--sweep", metavar="KEY=A,B,…", help="Simulate these values of a [rollout] key; repeatable."),
+        typer.Option(metavar="KEY=A,B,…", help="Simulate these values of a [rollout] key; repeatable."),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace to this file.")] = None,
     html: Html = None,
-    log: Annotated[Path | None, typer.Option("--log", help="Write every event and command to this file.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Write every event and command to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate a run in virtual time: throughput, idle time, staleness, cost, and the effect of faults.
@@ -190,14 +186,12 @@ cluster_app = command_group("Describe a cluster for `baton plan`.")
 
 @cluster_app.command("describe")
 def describe(
-    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Address of the Ray head: HOST:PORT or auto.")],
+    ray: Annotated[str, typer.Option(metavar="ADDRESS", help="Address of the Ray head: HOST:PORT or auto.")],
     write_to: Annotated[
         Path | None, typer.Option("--out", help="Write the cluster TOML to this file instead of printing it.")
     ] = None,
-    base: Annotated[
-        Path | None, typer.Option("--base", help="Cluster TOML to take links, prices and GPU types from.")
-    ] = None,
-    name: Annotated[str, typer.Option("--name", help="Name of the cluster in plans.")] = "ray",
+    base: Annotated[Path | None, typer.Option(help="Cluster TOML to take links, prices and GPU types from.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the cluster in plans.")] = "ray",
     with_cpus: Annotated[
         bool, typer.Option("--with-cpus", help="Include machines without a GPU; each core counts as a device.")
     ] = False,

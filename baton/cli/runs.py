@@ -16,7 +16,7 @@ from baton.records.run_directory import RunDirectory, Source
 
 def show(
     run: RunPath,
-    step: Annotated[int | None, typer.Option("--step", help="Train step; default: the last recorded one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Train step; default: the last recorded one.")] = None,
     source: Annotated[
         Source,
         typer.Option(
@@ -25,12 +25,12 @@ def show(
             "batch that `baton train --skip-batch` removed.",
         ),
     ] = "batch",
-    group: Annotated[int | None, typer.Option("--group", help="Show only the group with this id.")] = None,
+    group: Annotated[int | None, typer.Option(help="Show only the group with this id.")] = None,
     order: Annotated[
         Literal["best", "worst", "longest"] | None,
         typer.Option("--sort", help="Sort by reward (best or worst first), or by response length (longest first)."),
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Show only trajectories of this task.")] = None,
+    task: Annotated[str | None, typer.Option(help="Show only trajectories of this task.")] = None,
     correct: Annotated[
         bool | None, typer.Option("--correct/--wrong", help="Show only correct or only wrong trajectories.")
     ] = None,
@@ -81,17 +81,11 @@ def report(
 
 def export(
     run: RunPath,
-    to: Annotated[Path, typer.Argument(help="Directory to write, empty or absent.", show_default=False)],
-    step: Annotated[
-        int | None,
-        typer.Option("--step", help="Train step of the checkpoint; default: the newest.", show_default=False),
-    ] = None,
+    to: Annotated[Path, typer.Argument(help="Directory to write, empty or absent.")],
+    step: Annotated[int | None, typer.Option(help="Train step of the checkpoint; default: the newest.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16; default: the dtype of the model with which the run started.",
-            show_default=False,
-        ),
+        typer.Option(help="float32, bfloat16 or float16; default: the dtype of the model with which the run started."),
     ] = None,
     as_json: Json = False,
 ) -> None:

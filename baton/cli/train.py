@@ -30,10 +30,7 @@ def train(
     skip_batch: Annotated[
         int | None,
         typer.Option(
-            "--skip-batch",
-            metavar="STEP",
-            min=1,
-            help="With --resume: discard the recorded batch of this step and generate another.",
+            metavar="STEP", min=1, help="With --resume: discard the recorded batch of this step and generate another."
         ),
     ] = None,
     dry_run: Annotated[
@@ -43,26 +40,21 @@ def train(
     serve: Annotated[
         str | None,
         typer.Option(
-            "--serve",
-            metavar="HOST:PORT",
-            help="Listen on this address for workers on other machines (`baton worker`).",
+            metavar="HOST:PORT", help="Listen on this address for workers on other machines (`baton worker`)."
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=0, help="Number of worker processes to start on this machine; they generate."),
+        int | None, typer.Option(min=0, help="Number of worker processes to start on this machine; they generate.")
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without TLS; the traffic can be intercepted.")
     ] = False,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            "--plan", help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run."
-        ),
+        typer.Option(help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run."),
     ] = None,
     ray: Annotated[
-        str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
+        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -103,7 +95,7 @@ def train(
         planned = read_plan(plan)
         if ray is None:
             console.print(f"{plan} is not executed without --ray; the report compares its predictions with the run")
-        if ray is not None:
+        else:
             check_reward_places(planned, loaded, plan)
         if ray is None or dry_run:
             for note in check_plan(planned, loaded, plan):
@@ -150,12 +142,8 @@ def _run(start: Start, recipe: Recipe, as_json: bool) -> None:
     if RunLock.status(recipe.run.path) != "finished":
         step = f"step {report.steps} of {report.num_steps}"
         console.print(f"stopped after {step}; to continue, add --resume to the same command")
-        raise typer.Exit(_exit_code(stop))
-
-
-def _exit_code(stop: StopRequest) -> int:
-    """Return the exit code of a stopped run: 143 after SIGTERM, so that a supervisor restarts the run; otherwise 0."""
-    return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
+        # with the exit code 143, a supervisor restarts the run
+        raise typer.Exit(128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0)
 
 
 def _dry_run(recipe: Recipe, *, is_here: bool, keys: bool, as_json: bool) -> None:

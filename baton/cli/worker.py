@@ -30,30 +30,27 @@ def worker(
     url: HubUrl,
     token_file: TokenPath,
     slots: Annotated[
-        int | None, typer.Option("--slots", min=8, help="Number of concurrent trajectories; default: as in the recipe.")
+        int | None, typer.Option(min=8, help="Number of concurrent trajectories; default: as in the recipe.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Engine: embedded, vllm or sglang; default: as in the recipe.")
+        str | None, typer.Option(help="Engine: embedded, vllm or sglang; default: as in the recipe.")
     ] = None,
     engine_option: Annotated[
         list[str] | None,
-        typer.Option(
-            "--engine-option", metavar="KEY=VALUE", help="Option of the engine, such as tensor_parallel=2; repeatable."
-        ),
+        typer.Option(metavar="KEY=VALUE", help="Option of the engine, such as tensor_parallel=2; repeatable."),
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Number of torch threads on a CPU.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="Number of torch threads on a CPU.")] = 1,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
     store: Annotated[
-        str | None, typer.Option("--store", help="Directory weights.store of the run, if this machine can read it.")
+        str | None, typer.Option(help="Directory weights.store of the run, if this machine can read it.")
     ] = None,
     reconnect_timeout: Annotated[
-        str | None,
-        typer.Option("--reconnect-timeout", help="Exit after this time without a hub: 90s, 30m, 12h; default: never."),
+        str | None, typer.Option(help="Exit after this time without a hub: 90s, 30m, 12h; default: never.")
     ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
     fingerprint: Annotated[
-        str | None, typer.Option("--fingerprint", hidden=True, help="SHA-256 of the hub's certificate, in hex.")
+        str | None, typer.Option(hidden=True, help="SHA-256 of the hub's certificate, in hex.")
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Exit when standard input ends.")] = False,
     sleeps: Annotated[

@@ -23,8 +23,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
-    """Return the layout of a version with these entries. The layout determines each tensor's position in the flat
-    buffer."""
+    """Return the layout of a version, which determines each tensor's position in the flat buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 

@@ -26,15 +26,7 @@ from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes, Pieces, size_of
 from baton.weights.delta import Coded, encode
 from baton.weights.flat_buffer import flattened, layout_of, pieces, signed, tensors_of, unsigned
-from baton.weights.manifest import (
-    BufferPart,
-    Encoding,
-    Manifest,
-    TensorEntry,
-    check_version,
-    name_of,
-    tensors_digest,
-)
+from baton.weights.manifest import BufferPart, Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
 from baton.weights.version_files import FlatFile, TensorsOfFile, VersionFiles

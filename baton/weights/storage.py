@@ -191,8 +191,7 @@ class RemoteStorage:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in one of at most `MAX_CALLS` threads. If the call times out, its thread continues until the call
-        returns."""
+        """Make a call in one of at most `MAX_CALLS` threads. After a timeout, the thread runs until the call ends."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
             raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -145,9 +146,8 @@ class Store:
 
     def _needed(self, live: list[PolicyVersion], keep: int) -> dict[tuple[str, int], Manifest]:
         """Return the manifests of all versions to keep, by lineage and number."""
-        by_lineage: dict[str, list[int]] = {}
-        for version in self.versions():
-            by_lineage.setdefault(version.lineage, []).append(version.number)
+        same_lineage = groupby(self.versions(), lambda version: version.lineage)
+        by_lineage = {lineage: [version.number for version in same] for lineage, same in same_lineage}
         roots = {(version.lineage, version.number) for version in live}
         for lineage, numbers in by_lineage.items():
             if self._lineage in (None, lineage):

@@ -32,7 +32,8 @@ from replica_process import ProcessLink  # noqa: E402
 
 from baton.policy.tensors import weights_digest  # noqa: E402
 from baton.types import PolicyVersion  # noqa: E402
-from baton.weights.direct.sender import DirectSender, GlooTransport  # noqa: E402
+from baton.weights.direct.gloo import GlooTransport  # noqa: E402
+from baton.weights.direct.sender import DirectSender  # noqa: E402
 from baton.weights.fetcher import Fetcher  # noqa: E402
 from baton.weights.publisher import Publisher  # noqa: E402
 from baton.weights.settings import WeightsSettings  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 from swarm_bench import SwarmBench, hello, quick, wait_until
 from typer.testing import CliRunner
 
-from baton.cli.token import token_app
+from baton.cli.hub import token_app
 from baton.errors import UserError
 from baton.rollout.worker_client import MAX_COUNTED_WAIT_S, WorkerClient
 from baton.swarm.auth import Role

@@ -26,7 +26,7 @@ from baton.records.run_directory import RunDirectory
 from baton.run.summary import summarise
 from baton.run.trajectories import choose_examples
 from baton.types import RewardResult
-from baton.views.pages import charts, length_charts, template
+from baton.views.pages import charts, template
 from baton.views.pages.history import Curve, evenly
 from baton.views.pages.report import duration, render, short, write_page
 from baton.views.terminal.report import print_evaluations, print_report
@@ -39,8 +39,7 @@ HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x1b[
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty charts, for tests of the words around them."""
-    for module in (charts, length_charts):
-        monkeypatch.setattr(module, "draw", lambda paint, **axes: "<svg></svg>")
+    monkeypatch.setattr(charts, "draw", lambda paint, **axes: "<svg></svg>")
 
 
 class Elements(HTMLParser):

@@ -57,7 +57,8 @@ class Started:
     def __init__(self, path: str, other: ProcessLink, direct: DirectTransfer = WHOLE) -> None:
         from baton.rollout.engines.factory import engine_of_model
         from baton.rollout.engines.whole_weights import Skeleton, WholeWeights
-        from baton.weights.direct.sender import DirectSender, GlooTransport
+        from baton.weights.direct.gloo import GlooTransport
+        from baton.weights.direct.sender import DirectSender
 
         before = vllms(os.getpid())
         settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)

@@ -30,8 +30,8 @@ from baton.trainer.parallel.group import RankGroup
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import new_version_path
 from baton.trainer.version_stream import VersionStream
+from baton.weights.direct.gloo import GlooTransport
 from baton.weights.direct.remote import Outlet
-from baton.weights.direct.sender import GlooTransport
 from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.stream import whole_bucket
 from baton.weights.direct.vllm_transport import VllmTransport

@@ -1,4 +1,5 @@
-"""Draw the charts of a report: metrics by train step, accuracy, time per stage; none for which there is no data."""
+"""Draw the charts of a report: metrics by train step, accuracy, response lengths, time per stage; none for which there
+is no data."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch, Rectangle
+from matplotlib.path import Path
 
 from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RecordedEvaluation
@@ -27,12 +30,17 @@ from baton.views.pages.canvas import (
     label_of,
     stack_bars,
 )
-from baton.views.pages.history import Curve, History
+from baton.views.pages.history import VERDICTS, Curve, Floats, History, StepLengths
 
 MARKED = 40
 """Maximum number of points of a curve that is drawn with markers."""
 STAGES = {"generate": BLUE, "judge": YELLOW, "environment": SKY, "train": ORANGE, "weight_sync": GREEN}
 """Colours of the stages of a train step. The remaining time of the step is drawn as `other`."""
+
+VERDICT_COLOURS = dict(zip(VERDICTS, (BLUE, ORANGE, GREY), strict=True))
+SHADES = ((0.0, 0.10), (0.02, 0.24), (0.05, 0.40), (0.10, 0.58), (0.20, 0.78), (0.40, 1.0))
+"""Pairs (share, opacity). If a cell contains at least this share of a step's responses, it is drawn with this opacity.
+If several pairs apply, the last one is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,68 +54,60 @@ class ChartLine:
     """Whether to draw a moving mean in front of the raw values."""
 
 
+smooth = partial(ChartLine, is_smoothed=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LineChart:
     """A chart of metrics by train step."""
 
     title: str
     unit: str
+    """Unit of the vertical axis. If it ends with "%", the metrics are shares, which are drawn in per cent."""
     lines: tuple[ChartLine, ...]
     note: str = ""
-    scale: float = 1.0
-    """Factor from the metric's unit to the unit of the chart, such as 100 for percentages."""
     is_log: bool = False
     is_left_out_if_zero: bool = False
     repeats: str = ""
     """Name of another metric. The chart is omitted if the two metrics have equal curves."""
 
+    @property
+    def scale(self) -> float:
+        """Factor from the metrics' unit to the unit of the chart."""
+        return 100.0 if self.unit.endswith("%") else 1.0
+
 
 LEARNING = (
-    LineChart("Training reward", "reward", (ChartLine("reward/mean", "mean of the batch", is_smoothed=True),)),
-    LineChart(
-        "Training accuracy",
-        "correct, %",
-        (ChartLine("accuracy/mean", "batch", GREEN, is_smoothed=True),),
-        scale=100,
-        repeats="reward/mean",
-    ),
+    LineChart("Training reward", "reward", (smooth("reward/mean", "mean of the batch"),)),
+    LineChart("Training accuracy", "correct, %", (smooth("accuracy/mean", "batch", GREEN),), repeats="reward/mean"),
     LineChart(
         "Groups without a learning signal",
         "groups, %",
-        (ChartLine("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
+        (smooth("reward/zero_std_frac", "all rewards equal", GREY),),
         "If all rewards of a group are equal, the group's advantages are zero.",
-        scale=100,
     ),
 )
 RESPONSES = (
     LineChart(
         "Response length",
         "tokens",
-        (
-            ChartLine("response_length/max", "longest", GREY),
-            ChartLine("response_length/mean", "mean", BLUE, is_smoothed=True),
-        ),
+        (ChartLine("response_length/max", "longest", GREY), smooth("response_length/mean", "mean")),
     ),
     LineChart(
         "Responses truncated at the maximum length",
         "responses, %",
         (ChartLine("response_length/clip_ratio", "truncated", ORANGE),),
-        scale=100,
     ),
 )
 OPTIMISATION = (
-    LineChart(
-        "Entropy of the policy", "nats per token", (ChartLine("policy/entropy", "entropy", BLUE, is_smoothed=True),)
-    ),
-    LineChart(
-        "Gradient norm", "norm before clipping", (ChartLine("policy/grad_norm", "norm", PURPLE, is_smoothed=True),)
-    ),
+    LineChart("Entropy of the policy", "nats per token", (smooth("policy/entropy", "entropy"),)),
+    LineChart("Gradient norm", "norm before clipping", (smooth("policy/grad_norm", "norm", PURPLE),)),
     LineChart(
         "Logprob difference, engine and trainer",
         "nats",
         (
             ChartLine("policy/logprob_diff_max", "largest difference", ORANGE),
-            ChartLine("policy/logprob_diff_mean", "mean difference", BLUE),
+            ChartLine("policy/logprob_diff_mean", "mean difference"),
         ),
         "Absolute difference between the engine's and the trainer's log-probabilities of the same tokens; "
         "below 1e-4 in float32 on a CPU.",
@@ -116,13 +116,13 @@ OPTIMISATION = (
     LineChart(
         "Staleness of trained tokens",
         "policy versions",
-        (ChartLine("staleness/max", "largest", GREY), ChartLine("staleness/mean", "mean", BLUE)),
+        (ChartLine("staleness/max", "largest", GREY), ChartLine("staleness/mean", "mean")),
         is_left_out_if_zero=True,
     ),
-    LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates", BLUE),)),
+    LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates"),)),
 )
 EPISODES = (
-    LineChart("Turns per episode", "turns", (ChartLine("env/turns_mean", "mean", BLUE, is_smoothed=True),)),
+    LineChart("Turns per episode", "turns", (smooth("env/turns_mean", "mean"),)),
     LineChart(
         "How episodes end",
         "episodes, %",
@@ -130,7 +130,6 @@ EPISODES = (
             ChartLine(f"env/finish/{reason}", str(reason).replace("_", " "), colour)
             for reason, colour in zip(EpisodeFinish, (GREEN, BLUE, ORANGE, YELLOW, PURPLE, GREY), strict=True)
         ),
-        scale=100,
     ),
     LineChart(
         "Latency of environments",
@@ -138,25 +137,21 @@ EPISODES = (
         (
             ChartLine("env/latency_max", "longest", GREY),
             ChartLine("env/latency_p95", "95th percentile", ORANGE),
-            ChartLine("env/latency_mean", "mean", BLUE),
+            ChartLine("env/latency_mean", "mean"),
         ),
         is_log=True,
     ),
     LineChart(
         "Train step spent waiting for environments",
         "step, %",
-        (ChartLine("env/wait_frac", "no trajectory is generated", ORANGE, is_smoothed=True),),
-        scale=100,
+        (smooth("env/wait_frac", "no trajectory is generated", ORANGE),),
     ),
 )
 SPEED = (
     LineChart(
         "Tokens per second",
         "tokens/s",
-        (
-            ChartLine("perf/generate_tokens_per_s", "while generating", SKY, is_smoothed=True),
-            ChartLine("perf/throughput", "over whole steps", BLUE, is_smoothed=True),
-        ),
+        (smooth("perf/generate_tokens_per_s", "while generating", SKY), smooth("perf/throughput", "over whole steps")),
     ),
 )
 
@@ -168,7 +163,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
     if len(parts) > 1:
         named = zip(parts, cycle(SERIES), strict=False)
-        lines = tuple(ChartLine(name, label_of(name.split("/")[1]), colour, is_smoothed=True) for name, colour in named)
+        lines = tuple(smooth(name, label_of(name.split("/")[1]), colour) for name, colour in named)
         yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
 
 
@@ -262,6 +257,81 @@ def _accuracy_chart(
         axes.set_ylim(max(0, low), min(102, high))
 
     return Chart(title, draw(paint, y="correct, %", last_step=history.last_step), note)
+
+
+# ---- response lengths ----------------------------------------------------------------------------------------------
+
+
+def length_charts(samples: Sequence[StepLengths], last_step: int) -> Iterator[Chart]:
+    """Draw the distribution of lengths over training, mean lengths by verdict, and early and late histograms."""
+    if not samples:
+        return
+    longest = max(s.lengths.max() for s in samples)
+    yield _heat_map(samples, longest, last_step)
+    yield _by_verdict(samples, last_step)
+    third = max(1, len(samples) // 3)
+    edges = np.linspace(0, longest + 1, 21)
+    yield _histogram("Early", samples[:third], edges)
+    if len(samples) > 1:
+        yield _histogram("Late", samples[-third:], edges)
+
+
+def _heat_map(samples: Sequence[StepLengths], longest: float, last_step: int) -> Chart:
+    steps = np.array([s.step for s in samples], float)
+    middles = (steps[1:] + steps[:-1]) / 2
+    lefts = np.concatenate(([steps[0] - 0.5 if len(steps) == 1 else steps[0] - (middles[0] - steps[0])], middles))
+    rights = np.concatenate((middles, [steps[-1] + (steps[-1] - lefts[-1])]))
+    edges = np.linspace(0, longest + 1, 25)
+    boxes: list[list[Path]] = [[] for _ in SHADES]
+    for sample, left, right in zip(samples, lefts, rights, strict=True):
+        shares = np.histogram(sample.lengths, edges)[0] / len(sample.lengths)
+        for share, low, high in zip(shares, edges[:-1], edges[1:], strict=True):
+            if share > 0:
+                shade = max(i for i, (start, _) in enumerate(SHADES) if share >= start)
+                # one compound path per shade: an SVG element per cell would make the page large
+                boxes[shade].append(Path([(left, low), (right, low), (right, high), (left, high), (left, low)]))
+
+    def paint(axes: Axes) -> None:
+        axes.grid(visible=False)
+        for paths, (_, opacity) in zip(boxes, SHADES, strict=True):
+            if paths:
+                axes.add_patch(PathPatch(Path.make_compound_path(*paths), fc=BLUE, alpha=opacity, lw=0))
+        for i, (start, opacity) in enumerate(SHADES):
+            words = f"< {100 * SHADES[1][0]:.0f} %" if i == 0 else f"≥ {100 * start:.0f}"
+            axes.add_patch(Rectangle((0, 0), 0, 0, fc=BLUE, alpha=opacity, lw=0, label=words))
+        axes.set_xlim(min(-0.02 * last_step, lefts[0]), max(1.02 * last_step, rights[-1]))
+        axes.set_ylim(0, edges[-1])
+
+    note = "A stronger colour means that a larger share of the step's responses has this length."
+    return Chart("Response lengths over training", draw(paint, y="tokens", last_step=last_step), note)
+
+
+def _by_verdict(samples: Sequence[StepLengths], last_step: int) -> Chart:
+    def paint(axes: Axes) -> None:
+        for name, colour in VERDICT_COLOURS.items():
+            found = [(s.step, s.lengths[s.verdicts == name]) for s in samples]
+            points = [(step, lengths.mean()) for step, lengths in found if len(lengths)]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", ms=3, color=colour, label=name)
+
+    return Chart("Mean length by verdict", draw(paint, y="tokens", last_step=last_step, from_zero=True))
+
+
+def _histogram(when: str, samples: Sequence[StepLengths], edges: Floats) -> Chart:
+    lengths = np.concatenate([s.lengths for s in samples])
+    verdicts = np.concatenate([s.verdicts for s in samples])
+    present = [name for name in VERDICTS if (verdicts == name).any()]
+
+    def paint(axes: Axes) -> None:
+        shares = {name: 100 * np.histogram(lengths[verdicts == name], edges)[0] / len(lengths) for name in present}
+        bars = ((name, VERDICT_COLOURS[name], shares[name]) for name in present)
+        stack_bars(axes, edges[:-1], bars, width=0.92 * np.diff(edges), align="edge")
+        axes.set_xlim(0, edges[-1])
+
+    means = ", ".join(f"{name} {lengths[verdicts == name].mean():.1f}" for name in present)
+    first, last = samples[0].step, samples[-1].step
+    span = f"step {first}" if first == last else f"steps {first} to {last}"
+    return Chart(f"{when} lengths, {span}", draw(paint, x="tokens", y="responses, %"), f"Mean tokens: {means}.")
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------

@@ -81,7 +81,6 @@ def render(run: RunDirectory) -> str:
 
 def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     from baton.views.pages import charts
-    from baton.views.pages.length_charts import length_charts
     from baton.views.pages.slots import slot_pictures
 
     last = history.last_step
@@ -90,7 +89,7 @@ def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     yield Section("Learning", list(charts.learning_charts(history)), note if last > window else "")
     samples, recorded = read_lengths(run), len(run.recorded_steps())
     note = f"Distributions use {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spaced."
-    drawn = [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)]
+    drawn = [*charts.line_charts(history, charts.RESPONSES), *charts.length_charts(samples, last)]
     yield Section("Responses", drawn, note if recorded > len(samples) else "")
     yield Section("Episodes", list(charts.line_charts(history, charts.EPISODES)))
     yield Section("Optimisation", list(charts.line_charts(history, charts.OPTIMISATION)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.records.trace import ASIDE, Span, gapless_periods
 
@@ -57,40 +57,35 @@ def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
             steps.append(TracedStep(number, begin_s, span.begin_s, span.end_s))
             begin_s = None
         elif steps:
-            last = steps[-1]
-            steps[-1] = TracedStep(last.number, last.begin_s, last.train_s, max(last.end_s, span.end_s))
+            steps[-1] = replace(steps[-1], end_s=max(steps[-1].end_s, span.end_s))
     return steps
 
 
 def choose_windows(spans: Sequence[Span]) -> list[Window]:
     """Return one window for a short trace; otherwise the first steps, the slowest step with its neighbours, and the
     last steps. No window contains a gap, such as the time between a kill and the resume."""
-    parts = [(part, steps_of(part)) for part in gapless_periods(spans)]
-    parts = [(part, steps) for part, steps in parts if steps]
+    parts = [(part, steps) for part in gapless_periods(spans) if (steps := steps_of(part))]
     if not parts:
         whole = [s for s in spans if s.end_s > s.begin_s]
         if not whole:
             return []
         begin_s, end_s = min(s.begin_s for s in whole), max(s.end_s for s in whole)
         return [Window("Whole trace", whole, (), begin_s, end_s, begin_s)]
-    if len(parts) == 1 and len(parts[0][1]) <= WHOLE:
-        part, steps = parts[0]
-        return [_window(_numbers("Step", steps), part, steps)]
-    first = parts[0][1][:FEW]
-    part, steps = parts[-1]
-    last = [step for step in _with_leases(part, steps)[-FEW:] if step not in first]
-    windows = [_window(_numbers("The first steps:", first), parts[0][0], first)]
+    (first_part, first_steps), (last_part, last_steps) = parts[0], parts[-1]
+    if len(parts) == 1 and len(first_steps) <= WHOLE:
+        return [_window(_numbers("Step", first_steps), first_part, first_steps)]
+    first = first_steps[:FEW]
+    last = [step for step in _with_leases(last_part, last_steps)[-FEW:] if step not in first]
+    windows = [_window(_numbers("The first steps:", first), first_part, first)]
     shown = {id(step) for step in (*first, *last)}
     others = [(part, steps, i) for part, steps in parts for i, step in enumerate(steps) if id(step) not in shown]
     if others:
         part, steps, i = max(others, key=lambda one: one[1][one[2]].end_s - one[1][one[2]].begin_s)
-        around = steps[max(0, i - 1) : i + 2]
         title = f"The slowest other step: {steps[i].number}, with its neighbours"
-        windows.append(_window(title, part, around))
+        windows.append(_window(title, part, steps[max(0, i - 1) : i + 2]))
     if last:
-        part, steps = parts[-1]
-        what = "The last steps:" if last[-1] is steps[-1] else "The last steps with generation:"
-        windows.append(_window(_numbers(what, last), part, last))
+        what = "The last steps:" if last[-1] is last_steps[-1] else "The last steps with generation:"
+        windows.append(_window(_numbers(what, last), last_part, last))
     return windows
 
 
@@ -104,8 +99,7 @@ def _with_leases(part: Sequence[Span], steps: Sequence[TracedStep]) -> Sequence[
 
 
 def _window(title: str, part: Sequence[Span], steps: Sequence[TracedStep]) -> Window:
-    zero_s = min(span.begin_s for span in part)
-    return Window(title, part, steps, steps[0].begin_s, steps[-1].end_s, zero_s)
+    return Window(title, part, steps, steps[0].begin_s, steps[-1].end_s, min(span.begin_s for span in part))
 
 
 def _numbers(what: str, steps: Sequence[TracedStep]) -> str:

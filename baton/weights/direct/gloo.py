@@ -6,14 +6,21 @@ On GPUs, the communicators of vLLM's own transfer engines are used instead.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed
 
+from baton.clock import begin
 from baton.errors import WeightsFault
+from baton.weights.direct.protocol import DirectRules
+from baton.weights.direct.sender import ReplicaLink
+from baton.weights.direct.stream import Bucket
 
 _dist: Any = torch.distributed
 """`torch.distributed` as `Any`, because torch does not declare the types of stores and of process-group options."""
@@ -22,33 +29,64 @@ _OPEN = "open"
 deletes the key when it closes the communicator."""
 
 
-class Rendezvous:
-    """The TCP store, in the sender's process, through which the sender and the replicas find each other."""
+class GlooTransport:
+    """Builds communicators over gloo. vLLM on the replicas must use Baton's transfer engine, `baton_gloo`."""
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    def __init__(self, host: str) -> None:
         """`host`: the address at which replicas reach this machine."""
-        self.host, self._timeout_s = host, timeout_s
-        self._store = _dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        self._host, self._lock = host, Lock()
+        self._store: Any = None
+        """The TCP store, in this process, through which sender and replicas find each other."""
 
-    def announce(self, name: str) -> dict[str, Any]:
-        """Announce a communicator; return the address and other values for `join_replica`."""
-        _dist.PrefixStore(name, self._store).set(_OPEN, "")
-        return {"host": self.host, "port": self._store.port, "name": name, "timeout_s": self._timeout_s}
+    def connect(self, link: ReplicaLink, name: str, rules: DirectRules) -> GlooCommunicator:
+        timeout_s, world_size = rules.stall_s, 1 + link.world_size
+        with self._lock:
+            if self._store is None:
+                limit = timedelta(seconds=timeout_s)
+                self._store = _dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store = _dist.PrefixStore(name, self._store)
+        store.set(_OPEN, "")
+        place = {"host": self._host, "port": self._store.port, "name": name, "timeout_s": timeout_s}
+        info = {**place, "world_size": world_size}
+        joined = begin(lambda: link.call("init_weight_transfer_engine", info, rules.connect_s))
+        try:
+            group = GlooGroup(store, 0, world_size, self._host, timeout_s)
+            joined.result(rules.connect_s)
+        except BaseException:
+            store.delete_key(_OPEN)
+            raise
+        return GlooCommunicator(link, group, timeout_s, store)
 
-    def join(self, name: str, world_size: int) -> GlooGroup:
-        """Join a communicator as rank 0. Raises RuntimeError if the other ranks do not join in time."""
-        return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
 
-    def close(self, name: str) -> None:
-        """Withdraw a communicator. If a replica calls `join_replica` later, for example because it was suspended, the
-        call fails at once."""
-        _dist.PrefixStore(name, self._store).delete_key(_OPEN)
+@dataclass(frozen=True, slots=True)
+class GlooCommunicator:
+    """Sends buckets by broadcasts from host memory."""
+
+    link: ReplicaLink
+    group: GlooGroup
+    stall_s: float
+    store: Any
+    """The TCP store, with the communicator's name as the prefix of keys."""
+
+    def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
+        for bucket in buckets:
+            loaded = begin(partial(self.link.call, "update_weights", dict(bucket.info), self.stall_s))
+            for tensor in bucket.tensors:
+                if loaded.done():
+                    loaded.result(0.0)  # raises the reason why the replica has refused the bucket
+                self.group.broadcast(tensor)
+            loaded.result(self.stall_s + 1.0)
+            progressed()
+
+    def close(self) -> None:
+        """Close the connections, and withdraw the communicator. If a replica calls `join_replica` later, for example
+        because it was suspended, the call fails at once."""
+        self.group.close()
+        self.store.delete_key(_OPEN)
 
 
 def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGroup:
-    """Join a communicator as `rank` ≥ 1. `place`: the result of `Rendezvous.announce`. Raises WeightsFault if the
+    """Join a communicator as `rank` ≥ 1. `place`: the values that `GlooTransport` sends. Raises WeightsFault if the
     sender has closed the communicator, and RuntimeError if the other ranks do not join in time."""
     host, timeout_s = place["host"], place["timeout_s"]
     limit = timedelta(seconds=timeout_s)

@@ -18,6 +18,7 @@ version (`RunPhase.base`). All other replicas receive the whole version.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Final, Literal, assert_never
 
 import msgspec
@@ -161,7 +162,7 @@ class DirectSync:
         self.rules = rules or DirectRules()
         self.want: PolicyVersion | None = None
         self.replicas: dict[str, ReplicaState] = {}
-        self._generations = 0
+        self._generations = count(1)
         self._timer_s: float | None = None
 
     def handle(self, event: Event) -> list[Command]:
@@ -170,7 +171,7 @@ class DirectSync:
         match event:
             case Joined(at_s=at_s, replica=name):
                 commands += self._removed(name)
-                self.replicas[name] = ReplicaState(self._next_generation())
+                self.replicas[name] = ReplicaState(next(self._generations))
                 commands.append(self._run(name, "connect", at_s))
             case Left(replica=name):
                 commands += self._removed(name)
@@ -203,10 +204,6 @@ class DirectSync:
         state = self.replicas.get(name)
         return state if state is not None and state.generation == generation else None
 
-    def _next_generation(self) -> int:
-        self._generations += 1
-        return self._generations
-
     def _is_due(self, state: ReplicaState) -> bool:
         """Return whether a replica is connected and idle, and does not serve the offered version."""
         return state.phase is None and state.deadline_s is None and self.want is not None and state.has != self.want
@@ -235,7 +232,7 @@ class DirectSync:
     def _failed(self, name: str, state: ReplicaState, cause: str, at_s: float) -> list[Command]:
         """Abort the communicator of a replica, and set the time at which the next attempt starts."""
         closed = CloseGroup(name, state.generation)
-        state.generation, state.phase, state.failures = self._next_generation(), None, state.failures + 1
+        state.generation, state.phase, state.failures = next(self._generations), None, state.failures + 1
         state.sending, state.base, state.last_cause = None, None, cause
         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
         state.deadline_s = at_s + retry_wait_s(state.failures, first_s=first_s, longest_s=longest_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Condition, Lock, Timer
+from threading import Condition, Timer
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ from baton.clock import Clock, begin
 from baton.errors import WeightsFault, first_line
 from baton.types import PolicyVersion
 from baton.weights.direct import protocol as direct
-from baton.weights.direct.gloo import GlooGroup, Rendezvous
 from baton.weights.direct.remote import RemoteTensors, RemoteVersion
 from baton.weights.direct.stream import BUCKET_BYTES, Bucket, OutgoingVersion
 
@@ -224,44 +223,3 @@ class DirectSender:
                     self.sent_bytes += sum(bucket.num_bytes for bucket in buckets)
             case "commit":
                 link.call("finish_weight_update", None, rules.commit_s)
-
-
-class GlooTransport:
-    """Builds communicators over gloo. vLLM on the replicas must use Baton's transfer engine, `baton_gloo`."""
-
-    def __init__(self, host: str) -> None:
-        """`host`: the address at which replicas reach this machine."""
-        self._host, self._lock = host, Lock()
-        self._place: Rendezvous | None = None
-
-    def connect(self, link: ReplicaLink, name: str, rules: direct.DirectRules) -> Communicator:
-        with self._lock:
-            place = self._place = self._place or Rendezvous(self._host, rules.stall_s)
-        info = {**place.announce(name), "world_size": 1 + link.world_size}
-        joined = begin(lambda: link.call("init_weight_transfer_engine", info, rules.connect_s))
-        try:
-            group = place.join(name, 1 + link.world_size)
-            joined.result(rules.connect_s)
-        except BaseException:
-            place.close(name)
-            raise
-        return _GlooCommunicator(link, group, rules.stall_s, lambda: place.close(name))
-
-
-class _GlooCommunicator:
-    def __init__(self, link: ReplicaLink, group: GlooGroup, stall_s: float, withdraw: Callable[[], None]) -> None:
-        self._link, self._group, self._stall_s, self._withdraw = link, group, stall_s, withdraw
-
-    def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
-        for bucket in buckets:
-            loaded = begin(partial(self._link.call, "update_weights", dict(bucket.info), self._stall_s))
-            for tensor in bucket.tensors:
-                if loaded.done():
-                    loaded.result(0.0)  # raises the reason why the replica has refused the bucket
-                self._group.broadcast(tensor)
-            loaded.result(self._stall_s + 1.0)
-            progressed()
-
-    def close(self) -> None:
-        self._group.close()
-        self._withdraw()

@@ -18,8 +18,9 @@ from replica_process import STAGES, ProcessLink, await_cause
 
 from baton.errors import WeightsFault
 from baton.types import PolicyVersion
+from baton.weights.direct.gloo import GlooGroup, GlooTransport
 from baton.weights.direct.protocol import DirectRules
-from baton.weights.direct.sender import DirectSender, GlooTransport
+from baton.weights.direct.sender import DirectSender
 from tests.all_cases import ALL
 
 RULES = DirectRules(connect_s=8, announce_s=3, stall_s=3, commit_s=3, first_wait_s=0.1, longest_wait_s=0.5)
@@ -201,8 +202,6 @@ def test_a_signal_during_a_difference_does_not_delay_the_others(stage, number, p
 
 @pytest.mark.parametrize("damaged", [1, 2], ids=["indices", "values"])
 def test_a_damaged_difference_is_refused_and_the_whole_version_follows(damaged, processes, sparse, monkeypatch):
-    from baton.weights.direct.gloo import GlooGroup
-
     sparse.join("a", processes["a"])
     sparse.offer(changed(1), version(1))
     sparse.wait("a", version(1), DEADLINE_S)
@@ -227,8 +226,6 @@ def test_a_damaged_stream_is_never_served_and_the_next_attempt_is(processes, sen
     sender.offer(sent, version(1))
     sender.wait("a", version(1), DEADLINE_S)
     damaged = tensors(2)
-    from baton.weights.direct.gloo import GlooGroup
-
     real, count = GlooGroup.broadcast, 0
 
     def broadcast(self, tensor):

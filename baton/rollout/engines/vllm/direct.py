@@ -12,9 +12,10 @@ import torch
 
 from baton.errors import WeightsFault
 from baton.types import PolicyVersion
+from baton.weights.direct.gloo import GlooTransport
 from baton.weights.direct.protocol import DirectRules
 from baton.weights.direct.remote import RemoteTransport
-from baton.weights.direct.sender import DirectSender, GlooTransport
+from baton.weights.direct.sender import DirectSender
 from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.vllm_transport import VllmTransport
 
