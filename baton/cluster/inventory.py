@@ -64,9 +64,10 @@ def machines(
 ) -> tuple[Machine, ...]:
     """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
-    `types`: names of known GPU types beside the catalogue's. `known`: node id → name that the machine had before.
-    A machine that joins again has a new node id; it gets its earlier name, found by its host name. Any other machine
-    gets its host name, with the start of the node id if several machines have this host name."""
+    `types`: names of GPU types that are known in addition to the catalogue. `known`: node id → name that was assigned
+    to the machine before. A machine that joins again has a new node id; it gets its earlier name, found by its host
+    name. A machine without an assigned name gets its host name; if several machines have this host name, the start of
+    the node id is appended."""
     rows, given = list(rows), known or {}
     alive = [row for row in rows if row["Alive"]]
     taken = Counter(_plain(row["NodeManagerHostname"]) for row in alive)

@@ -144,7 +144,8 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
-    """Return overrides for the keys that the plan determines. `planned_speeds`: speeds of a mixed stage's ranks."""
+    """Return overrides for the recipe keys that the plan determines. `planned_speeds`: speeds of a mixed stage's
+    ranks."""
     training = plan.training
     stages = training.stages[:1] if training.is_mixed else training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
@@ -165,16 +166,18 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequenc
 
 
 def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:
-    """Return a relative speed for each rank index within a stage. `threads`: number of threads, or another measure of
-    the speed, of each rank of all stages. A rank's relative speed is the ratio of its speed to the mean in its stage.
-    Ranks with the same index train the same trajectories, so the lowest of their relative speeds counts."""
+    """Return a relative speed for each rank index within a stage. `threads`: for each rank of all stages, the number of
+    its threads or another measure of its speed. A rank's relative speed is the ratio of its speed to the mean speed in
+    its stage. Ranks with the same index train the same trajectories, so the lowest of their relative speeds is the
+    speed of the index."""
     size = len(threads) // num_stages
     of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
     return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:
-    """Return the plan's properties on the axis `plan` of `support.toml`, the table of tested combinations."""
+    """Return the properties of this plan that `support.toml`, the table of tested and refused combinations, lists on
+    its axis `plan`."""
     stages = plan.training.stages
     types, widths = {stage.gpu for stage in stages}, {stage.tp for stage in stages}
     is_mixed = plan.training.is_mixed
@@ -338,7 +341,8 @@ def _process_spec(
 
 
 def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transport: str = "store") -> None:
-    """Raise UserError if workers with these engines cannot run a plan's replicas. `transport`: `weights.transport`."""
+    """Raise UserError if workers with these engines cannot execute the replicas of the plan. `transport`:
+    `weights.transport`."""
     if (spread := next((spec for spec in workers if spec.further), None)) and (
         engine.kind != "vllm" or transport == "store"
     ):
@@ -408,7 +412,8 @@ class PlacementChange(msgspec.Struct, frozen=True):
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Return the difference. A running worker is kept if the new plan has a worker with its GPUs, shape and slots."""
+    """Return the difference. A running worker is kept if a worker of the new plan has the same GPUs, shape and
+    slots."""
     left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
     for spec in wanted:
@@ -425,8 +430,9 @@ def _shape(spec: ProcessSpec) -> tuple[object, ...]:
 
 
 def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
-    """Return the plan without the replicas and the reward models on these machines, with shares whose sum is 1. Return
-    None if the trainer uses one of these machines, or if no replica or no reward model is left."""
+    """Return the plan without the replicas and the reward models on these machines. The shares of the other replicas
+    are scaled so that their sum is 1. Returns None if the trainer uses one of these machines, or if no replica or no
+    reward model is left."""
     left = [replica for replica in plan.replicas if not machines & _by_machine(replica.gpu_ids).keys()]
     if not left or machines & _by_machine(plan.training.gpu_ids).keys():
         return None

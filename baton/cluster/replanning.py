@@ -105,7 +105,8 @@ class Replanner:
         return f"new plan ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} per step expected"
 
     def _adopt(self, plan: Plan) -> None:
-        """Make this the current plan. From the next train step on, its predictions are compared with the metrics."""
+        """Make this the current plan. From the next train step on, the metrics of the run are compared with the
+        predictions of this plan."""
         self.plan, self._known = plan, self._measured
         if self.predictions is not None and (old := self.predictions.current) is not None:
             new = predictions_of_plan(plan, old.source, old.memory)

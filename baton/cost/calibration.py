@@ -20,8 +20,9 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""The efficiencies that are shares of the GPU's peak performance → the attribute of `Gpu` that contains the peak, the
-factor from the unit in `achieved.toml` to the SI unit, and the name of this unit."""
+"""The efficiencies that are shares of the GPU's peak performance. Each has three values: the attribute of `Gpu` that
+contains the peak, the factor that converts the unit in `achieved.toml` to the SI unit, and the name of the unit in
+`achieved.toml`."""
 
 
 class AchievedSettings(Settings):
@@ -76,7 +77,8 @@ class GpuCalibration(msgspec.Struct, frozen=True):
 
     gpus: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    """First the parameters of all GPU types, then those of single GPU types, which override them."""
+    """First the parameters that apply to all GPU types, then the parameters of single GPU types, which override
+    them."""
     own: Efficiencies
     """A user's measurements, without ranges. The measurements of a GPU type replace all parameters of this type."""
 

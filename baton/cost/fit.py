@@ -45,7 +45,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int, point: Measurement) -> float:
-    """Predict the time of the decode step, prefill or train step `point`. The trainer has `devices` GPUs or cores."""
+    """Predict the time of the decode step, prefill or train step that `point` measured. The trainer has `devices` GPUs
+    or cores."""
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
@@ -64,7 +65,8 @@ def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: i
 
 
 def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement) -> float:
-    """Predict the time in which `engines` engines generate a whole batch. `work` has the lengths of this batch."""
+    """Predict the time in which `engines` engines generate a whole batch. `work` has the batch's prompt and response
+    lengths."""
     each = point.batch / engines
     cost = replica_cost(model, work, place, 1, 1, min(work.max_batch, math.ceil(each)))
     return each * work.output.mean / cost.tokens_per_s + cost.pause_s
@@ -73,7 +75,8 @@ def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int
 def with_rollout(
     model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement
 ) -> tuple[Efficiency, Measurement]:
-    """Fit `trajectory_overhead_s` to the time of a batch. Return the efficiencies, and `point` with its prediction."""
+    """Fit `trajectory_overhead_s` to the time of a whole batch. Return the efficiencies, and the measurement with its
+    prediction."""
     rest_s = point.seconds - rollout_s(model, work, place, engines, point)
     overhead_s = max(0.0, rest_s * engines / point.batch)
     found = place.efficiency.model_copy(update={"trajectory_overhead_s": overhead_s})
@@ -132,7 +135,8 @@ def _fit_train(
 
 
 def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
-    """Return the coefficients of the columns that minimise the squared relative errors; the first is at least 0."""
+    """Return the coefficients of the columns that minimise the squared relative errors. The coefficient of the first
+    column is at least 0."""
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     ones = np.ones(len(seconds))
     found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]
@@ -142,8 +146,9 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
-    """Minimise `error` by coordinate descent. In each round, each value, at most `most`, is multiplied and divided by a
-    factor if this lowers the error. If a round does not lower the error, the factor is reduced."""
+    """Minimise `error` by coordinate descent. In each round, each value is multiplied and divided by a factor, and a
+    changed value is kept if it lowers the error. If a round does not lower the error, the factor is reduced. `most`:
+    upper limit of each value."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

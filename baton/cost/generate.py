@@ -128,7 +128,8 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Return the time of a decode step of `batch` trajectories; a stage processes `batch / pp` of them at a time."""
+    """Return the time of a decode step of `batch` trajectories. A stage processes `batch / pp` trajectories at a
+    time."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)

@@ -44,7 +44,8 @@ PRODUCT_ROWS = 8192
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
 """Bytes per trained parameter: float32 master weight, float32 gradient, two float32 moments."""
 PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
-"""Bytes of AdamW's two moments per trained parameter, in 8 bits with a float32 scale for each 256 values."""
+"""Bytes of AdamW's two moments per trained parameter, if they are stored in 8 bits with a float32 scale for each 256
+values."""
 SLOT_MULTIPLE = 8
 """The number of slots of an engine is a positive multiple of this number (`engine.slots`)."""
 KEPT_CONTEXTS = 8
@@ -96,12 +97,14 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     splits_tables: bool = False
     """Whether tensor parallelism also splits embedding and head, as Megatron does. Baton's trainer does not."""
     is_stage: Array = False
-    """Whether there are several pipeline stages. FSDP then copies a block's weights, even for a single rank."""
+    """Whether the trainer has several pipeline stages. FSDP then copies a block's weights before it computes the block,
+    even if the stage has only one rank."""
     value_bytes: int = 2
     """Bytes of a value in linear layers: 2 if autocast (one process) or FSDP (several ranks) casts to bfloat16."""
     recomputes: bool = True
     whole_gradients: bool = False
-    """Whether gradients are reduced once per update, so each rank holds the gradients of all parameters until then."""
+    """Whether gradients are reduced only once per update, so that each rank holds the gradients of all parameters until
+    then."""
     adapter_params: float = 0.0
     """Parameters of the trained adapter; 0 if all weights are trained."""
     base_bytes: float = 4.0
@@ -141,13 +144,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     float32_head: bool = False
     """Whether a decode step on a CPU casts the head to float32."""
     packs: bool = False
-    """Whether the engine keeps a copy of linear layers in the layout of fast kernels, as in bfloat16 on a CPU."""
+    """Whether the engine keeps a second copy of linear layers in the layout of fast kernels, as in bfloat16 on a
+    CPU."""
     adapter_params: float = 0.0
     """Number of parameters of an adapter that the engine merges into its weights; 0 if it loads whole versions."""
 
 
 def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
-    """Return the number of parameters of a stage's embedding (first) and head (last); tied weights count once."""
+    """Return the number of parameters of a stage's embedding (first stage) and head (last stage). Tied weights count
+    once."""
     both = np.logical_and(is_first, is_last) & model.is_tied
     return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
 
@@ -182,7 +187,8 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16: if FSDP gathers bfloat16, or frozen weights are bfloat16."""
+    """Return whether the residual stream is bfloat16: True if FSDP gathers weights in bfloat16 or frozen weights are
+    bfloat16; False under autocast."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -353,15 +359,17 @@ def stage_bytes(phases: Iterable[Phase], layers: Array) -> Array:
 
 
 def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
-    """Return the number of layers that fit on a stage; negative if its embedding or head alone does not fit."""
+    """Return the number of layers that fit on a stage; negative if its embedding or head does not fit even without
+    layers."""
     per_layer = [sum(np.asarray(term.per_layer) for term in phase.terms) for phase in phases]
     most = (np.floor((limit_bytes - phase.bytes(0)) / own) for phase, own in zip(phases, per_layer, strict=True))
     return np.min(np.broadcast_arrays(*most), axis=0)
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time without an increase of its peak memory. Logits beyond
-    `MAX_LOGITS` use at most half of the memory by which phases with logits are below the peak."""
+    """Return how many logits a trainer may compute at a time without an increase of its peak memory. A phase with
+    logits may need less memory than the peak. Additional logits beyond `MAX_LOGITS` use at most half of this
+    difference."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

@@ -27,7 +27,8 @@ from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 UPDATE_TRAFFIC_BYTES = 32.0
-"""Bytes that AdamW moves per parameter: gradient 4, weight and moments 24, bfloat16 weight 2, rounded up to 32."""
+"""Bytes that AdamW reads and writes per parameter: 4 for the gradient, 24 for master weight and moments, 2 for the
+bfloat16 weight, rounded up to 32."""
 GRADIENT_BYTES = 6.0
 """Bytes sent per parameter: gradients are reduced in fp32, weights are gathered in bf16."""
 
@@ -47,7 +48,8 @@ class StageTerms(msgspec.Struct, frozen=True):
 
 
 class RowShares(msgspec.Struct, frozen=True):
-    """For a stage with ranks on several GPU types: the shares of a batch's trajectories that each rank trains."""
+    """For a stage with ranks on several GPU types: how many of a batch's trajectories each rank trains, as shares of
+    the batch."""
 
     own: Array
     """Share of the batch on a rank of this GPU type; the largest share if ranks of this type have different shares."""

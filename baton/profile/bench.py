@@ -55,7 +55,8 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Number of unmeasured steps at the start, after which the number of open groups between batches is steady."""
+"""Number of unmeasured steps of each mode at the start. After these steps, the number of open groups carried over from
+one batch to the next is steady."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
@@ -138,7 +139,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Tokens per second of each batch, except batches that were already complete when they were requested."""
+    """Tokens per second of each batch. Batches that were already complete when they were requested are omitted, because
+    the clock did not advance."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -152,7 +154,8 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a full decode step that the bound of decode steps assumes; mean over the tokens of all modes."""
+    """Time of a full decode step (all slots in use), as the bound of decode steps assumes it; mean over the tokens of
+    all modes."""
     full_step_ms_per_1k: float
     """Additional time of a full decode step per 1,000 positions of mean context."""
     step_ms_by_width: dict[int, float]

@@ -11,7 +11,8 @@ from baton.rollout.engine import Engine
 from baton.types import FromWorker, Lease, Report, SamplingParams, Trajectory
 
 _PROBE_TOKENS = 12
-"""Number of tokens of each row in the measurement of full decode steps. The last step, which reports, is excluded."""
+"""Number of tokens of each row in the measurement of full decode steps (all slots in use). The last step is excluded,
+because it also reports all rows."""
 _UNCOUNTED = 3
 """Number of steps at the start that are excluded. The first step admits the rows; the following steps are slow, because
 the processor's caches still contain other data."""
@@ -39,7 +40,8 @@ class Work:
 
 
 class EngineAlone:
-    """An engine whose queue is never empty. As in the rollout modes, the trajectories of a group share a prompt."""
+    """An engine with a queue that is never empty. The trajectories of a group share a prompt, as in the measured
+    rollout modes."""
 
     def __init__(
         self,

@@ -180,8 +180,9 @@ class Journal:
             self._put(EntryKey("turn", trajectory.group_id, trajectory.sample_index), trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Record the last exchange (action and observation) of an open episode. If the observation started a new path,
-        record the previous path and the trajectory of the new path; otherwise `grew` records the observation."""
+        """Record the last exchange (action and observation) of an open episode. If the exchange's observation started a
+        new path, record the previous path and the trajectory of the new path. Otherwise `grew` records the
+        observation's tokens."""
         if not self._keeps_partials:
             return
         key = (trajectory.group_id, trajectory.sample_index)
@@ -234,7 +235,8 @@ class Journal:
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
         """Delete the groups of all batches up to `step`, because a checkpoint includes the training on these groups.
-        The metrics of batches after `oldest_step`, the step of the oldest checkpoint, are kept for a resume."""
+        `oldest_step`: step of the oldest checkpoint from which the run may resume. The metrics of batches after
+        `oldest_step` are kept."""
         for group_id in self._gone(step):
             self._remove(_GROUP_KINDS, group_id)
         for key, _ in self._find(("batch",)):
@@ -334,13 +336,15 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
-        """Remove the entries of these kinds with this number and, if it is given, this sample."""
+        """Remove the entries whose kind is in `kinds` and whose key has this number. With `sample`, remove only the
+        entries of this sample."""
         of_sample = () if sample is None else (sample,)
         where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
         self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
     def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
-        """Return the entries of these kinds, with this number if it is given, ordered by key."""
+        """Return the entries whose kind is in `kinds`, ordered by key. With `number`, return only those with this
+        number."""
         of_number = () if number is None else (number,)
         where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():

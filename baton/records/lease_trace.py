@@ -87,7 +87,8 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """End a known lease's span, even if the worker continues to generate. `how`: value of `ended` in the span."""
+        """End a lease's span, even if the worker continues to generate. `how`: value of `ended` in the span. An unknown
+        lease is ignored."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return

@@ -69,7 +69,8 @@ class MetricsWriter:
         wandb: WeightsAndBiases | None = None,
     ) -> None:
         """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`. `before_write`:
-        called before each write; raises if another process took over the directory. `wandb`: from `start_wandb`."""
+        called before each write; raises if another process has taken over the directory. `wandb`: from
+        `start_wandb`."""
         self._directory, self._before_write = directory, before_write
         log = log or LogSettings()
         kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
@@ -184,7 +185,8 @@ def start_wandb(
     directory: Path, log: LogSettings, recipe: Mapping[str, Any], *, is_new: bool
 ) -> WeightsAndBiases | None:
     """Start the run at Weights & Biases; return None if the recipe does not use it. Writes only to the directory
-    `wandb`. A resumed run continues the run whose id `MetricsWriter` has stored. Raises UserError on failure."""
+    `wandb`. Unless the run is new, it continues the run whose id `MetricsWriter` has stored. Raises UserError if
+    Weights & Biases cannot start."""
     if log.wandb_project is None:
         return None
     file = directory / WANDB_ID

@@ -58,7 +58,8 @@ class Tracer(Protocol):
 
 
 def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide the spans of a trace at its marks `BEGIN` and `GAP` into periods without gaps. Marks are omitted."""
+    """Divide the spans of a trace at its marks `BEGIN` and `GAP` into periods in which no span is missing. Marks and
+    empty periods are omitted."""
     periods = groupby(spans, lambda span: span.name in (BEGIN, GAP))
     return [list(period) for is_mark, period in periods if not is_mark]
 

@@ -50,8 +50,9 @@ _STATED = re.compile(
 
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
-    """Return the answer in a response, without whitespace around it; None if the response does not follow the format.
-    `pattern`: regular expression for the format `regex`. The answer is None if matching takes more than 30 s of CPU."""
+    """Return the answer in a response, without whitespace around it, or None if the response does not follow the
+    format. `pattern`: regular expression for the format `regex`. If matching takes more than 30 s of CPU time, the
+    response has no answer."""
     if answer_format == "tags":
         return _last(_TAGGED, response)
     if answer_format == "boxed":
@@ -87,8 +88,9 @@ def choice_letter(text: str) -> str | None:
 
 
 def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") -> bool:
-    """Return whether a response follows the format. With `tags`, it must have exactly one `<answer>` and end with the
-    closing tag; with `boxed`, it must have exactly one `\\boxed{…}`; with all other formats, an answer."""
+    """Return whether a response follows the format. With `tags`, a response must have exactly one `<answer>` and end
+    with the closing tag. With `boxed`, a response must have exactly one `\\boxed{…}`. With all other formats, a
+    response must have an answer."""
     if answer_format == "tags":
         return response.count("<answer>") == 1 and response.rstrip().endswith("</answer>")
     if answer_format == "boxed":

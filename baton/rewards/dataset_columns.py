@@ -56,8 +56,9 @@ def choices_of(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def messages_of(prompt: Any) -> tuple[Message, ...] | None:
-    """Return the messages of a prompt that is a conversation or its JSON text; None for any other text. Raises
-    ValueError if the conversation is empty or ends with an assistant message, or a message lacks role or content."""
+    """Return the messages of a prompt that is a conversation or the JSON text of a conversation; None for any other
+    text. Raises ValueError if a conversation is empty or ends with an assistant message, or if a message lacks role or
+    content."""
     turns = prompt
     if isinstance(prompt, str):
         turns = _from_json(prompt) if prompt.lstrip().startswith("[") else None

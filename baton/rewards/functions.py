@@ -43,7 +43,8 @@ MAX_REWARD = 1e6
 """Maximum magnitude of a reward and of each reward part. Statistics are computed in float32, which has 7 digits. Above
 this limit, rewards that differ by 0.1 become equal; the square of a reward above 1.8e19 overflows."""
 PASSED: dict[str, RewardFunction] = {}
-"""The functions that a script passed to `baton.train`, by path in the recipe. Only this process can call them."""
+"""The functions that a script passed to `baton.train`, by their path in the recipe. Other processes cannot call these
+functions."""
 BUILT_IN: dict[Signature, tuple[str, ...]] = {
     "names": ("prompt", "response", "parsed", "episode"),
     "trl": ("prompts", "completions", "completion_ids", "answer"),
@@ -92,7 +93,8 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
-    """Raise UserError if a function requires an argument that is neither in `BUILT_IN` nor a column of every task."""
+    """Raise UserError if a function has a required argument that is neither in `BUILT_IN` nor a column of every
+    task."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -128,7 +130,8 @@ def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Ca
 
 
 def waited(result: Any) -> Any:
-    """Return `result` or, if it is awaitable, its value, which is awaited in a new event loop."""
+    """If `result` is awaitable, await it in a new event loop and return its value. Otherwise return `result`
+    unchanged."""
 
     async def outcome() -> Any:
         return await result

@@ -56,7 +56,8 @@ class Isolation:
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Make `scratch` the working directory. Call after all imports: their paths may be relative to the run's."""
+        """Make `scratch` the working directory. Call this method after all imports, because import paths may be
+        relative to the run's directory."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 

@@ -23,6 +23,7 @@ def check_pattern(pattern: str) -> int:
 
 
 def last_match(pattern: str, text: str) -> tuple[str, tuple[str | None, ...]] | None:
-    """Return the text of the last match and of its groups; None without a match. Raises TimeoutError (`DEADLINE_S`)."""
+    """Return the text of the last match and the texts of its groups; None without a match. Raises TimeoutError after
+    `DEADLINE_S` of CPU time."""
     found = list(regex.compile(pattern).finditer(text, timeout=DEADLINE_S))
     return (found[-1][0], found[-1].groups()) if found else None

@@ -67,7 +67,8 @@ class ScorerProcess(Protocol):
 
 
 Launch = Callable[[], Awaitable[ScorerProcess]]
-"""Function that starts a process. Raises UserError if this fails, and MachineGone if the machine is lost."""
+"""Function that starts a process. Raises UserError if the process cannot start, and MachineGone if its machine is
+lost."""
 
 
 def _unanswered(calls: Calls, error: TimeoutError | WorkerExited, deadline_s: float) -> Outcomes:
@@ -121,7 +122,8 @@ class WorkerPool:
         servers = [spec for spec in setup.specs if isinstance(spec, protocol.GenerativeModelSpec)]
         self._load_s = SERVER_START_S + GRACE_S if servers else LOAD_TIMEOUT_S
         self.num_slots = max((spec.concurrency for spec in servers), default=1)
-        """Maximum concurrent calls of a reward model's process; 1 for a classifier, which scores batch after batch."""
+        """Maximum concurrent calls of a process with a reward model; 1 for a classifier, which scores one batch at a
+        time."""
         self._is_here = launch is None
         self._launch = launch or (lambda: LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)
@@ -133,7 +135,8 @@ class WorkerPool:
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
         """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers, and MachineGone if
-        its machine is lost. `spec`: index in `ScorerSetup.specs`. `may_share`: the process may run other calls too."""
+        its machine is lost. `spec`: index in `ScorerSetup.specs`. `may_share`: whether other calls may run in the same
+        process at the same time."""
         if may_share:
             worker = await asyncio.shield(self._shared_worker())
             try:
@@ -200,7 +203,8 @@ class WorkerPool:
         return self._shared
 
     async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:
-        """Start a process. `after`: a killed process, whose memory must be free before the new process starts."""
+        """Start a process. `after`: a killed process. The new process starts only when the memory of the killed process
+        is free."""
         if after is not None:
             await after.ended()
         if self._unloadable:

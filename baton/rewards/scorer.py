@@ -67,12 +67,14 @@ OF_EPISODES = ("function", "http", "model")
 OF_ANSWERS = ("exact", "math", "format")
 """Values of `kind` that only score single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default timeout of a call of a reward model, in seconds, from the time when a process of the model gets the call. It
-includes the wait for earlier calls in that process, but not that for a free call (`concurrency`), nor the loading."""
+"""Default timeout of a call of a reward model, in seconds. The time starts when the call is sent to a process of the
+model. It includes the wait for earlier calls in that process. It excludes the wait for a free call (`concurrency`), and
+the time in which the model loads."""
 MAX_UNANSWERED = 32
-"""If this number of consecutive calls of a scorer get no answer (timeout, crash, unreachable), it is tested: with
-a call that it has answered before or, if there is none, with the reference answer. If the test succeeds, the failures
-are attributed to the responses and the run continues. Otherwise the run stops with an error."""
+"""If this number of consecutive calls of a scorer get no answer (timeout, crash, unreachable), the scorer is tested.
+The test repeats a call that the scorer has answered before. If there is no such call, the test sends the reference
+answer. If the test succeeds, the failures are attributed to the responses and the run continues. Otherwise the run
+stops with an error."""
 
 Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""
@@ -102,7 +104,8 @@ _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores the responses to all tasks of a recipe. Thread and processes start in `start`, or with the first call."""
+    """Scores the responses to all tasks of a recipe. Thread and processes start in `start`, or when a call first needs
+    them."""
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class RewardScorer:
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
         to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: for a reward model
-        without `devices`, the device and the start function of each process; by default, one on this machine."""
+        without `devices`, the device of each process and the function that starts the process; by default, one process
+        on this machine."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -152,7 +156,8 @@ class RewardScorer:
 
     def start(self) -> str:
         """Start the processes of reward models, and a worker process if a scorer needs one. Return a line for the user
-        about their isolation; empty without processes. Raises UserError if a process cannot load a scorer."""
+        about the isolation of the processes; empty without processes. Raises UserError if a process cannot load a
+        scorer."""
         if not self._specs and not self._models:
             return ""
         return self._scoring_thread().run(self._scoring_thread().start_workers()).result(self.timeout_s)
@@ -523,7 +528,8 @@ def _purpose(reward: RewardSettings) -> str:
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
-    """Return whether a scorer answered: with a value, even an invalid one, or with an exception."""
+    """Return whether a scorer answered. A value, even an invalid one, and an exception are answers; a timeout and a
+    crash are not."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 

@@ -107,7 +107,8 @@ class RewardModelSpec(msgspec.Struct, frozen=True, tag="RewardModelSpec"):
 
 
 class GenerativeModelSpec(msgspec.Struct, frozen=True, tag="GenerativeModelSpec"):
-    """A generative reward model on one device, for which a process starts vLLM. The fields are keys of a [[reward]]."""
+    """A generative reward model on one device, for which a worker process starts a vLLM server. The fields are keys of
+    a [[reward]]."""
 
     model: str
     device: str

@@ -49,7 +49,8 @@ class ScoringThread:
         models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them. `models`: name of a
-        reward part → for each device, the reward model and the start function of its process; None: here."""
+        reward part → for each device, the reward model and the function that starts its process; None starts the
+        process on this machine."""
         self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(setup, settings)
@@ -79,8 +80,9 @@ class ScoringThread:
         return await self._retried(call, {FailureCause.CRASHED}, f"spec {spec}", concurrency)
 
     async def call_model(self, name: str, calls: Calls, deadline_s: float, *, concurrency: int) -> Outcomes:
-        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs. A process
-        that loads the model again is called last. Raises EngineFault if no machine of the reward model is left."""
+        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs. Other
+        processes are called while a process loads the model again. Raises EngineFault if no machine of the reward model
+        is left."""
         pools = self._models[name]
 
         async def ask() -> Outcomes:
@@ -137,7 +139,8 @@ class ScoringThread:
         return lines[0]
 
     def take_busy_s(self) -> float | None:
-        """Return the mean seconds for which a reward model's process scored since the last call; None without one."""
+        """Return the seconds for which reward models scored since the previous call, averaged over their processes;
+        None without a reward model."""
         found = [busy.take() for busy in self._busy.values()]
         return sum(found) / len(found) if found else None
 
@@ -173,7 +176,8 @@ class ScoringThread:
     async def _retried(
         self, call: Callable[[], Awaitable[Outcomes]], causes: Set[FailureCause], key: str, concurrency: int
     ) -> Outcomes:
-        """Make a call, and repeat it after one of `causes`. `concurrency`: maximum calls per `key`; 0: no limit."""
+        """Make a call, and repeat it if it fails with one of `causes`. `concurrency`: maximum number of calls per
+        `key`; 0: no limit."""
         limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
 
         async def attempt() -> Outcomes:

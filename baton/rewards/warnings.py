@@ -47,7 +47,8 @@ class RewardWarnings:
             self._new.append(result.failure)
 
     def take(self, when: str) -> list[str]:
-        """Return a warning about the failures since the last call, as lines; empty without failures. Reset counts."""
+        """Return the lines of a warning about the failures since the last call of this method; empty without failures.
+        Reset the counts."""
         total, failed, new = self._total, self._failed, self._new
         self._total, self._failed, self._new = 0, Counter(), []
         if not failed:

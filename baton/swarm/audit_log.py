@@ -28,14 +28,17 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     event: str
     """Name of the event, for example `denied`, `malformed` or `unquarantined`. `suppressed` counts omitted lines."""
     status: int
-    """HTTP status of the response, or the one that corresponds to an error on a WebSocket; 0 if none corresponds."""
+    """HTTP status of the response. For an error on a WebSocket, it is the HTTP status that corresponds to the error. 0:
+    no HTTP status corresponds to the event."""
     reason: str = ""
     peer: str = ""
     """Network address of the process that sent the request."""
     route: str = ""
-    """Path of the request, without the query. For a lifted quarantine: the command that the user ran."""
+    """Path of the request, without the query. If a user has lifted a quarantine, it is the command that the user
+    ran."""
     token: str = ""
-    """Name of the sender's access token; empty if not known. For a lifted quarantine: the name that the user gave."""
+    """Name of the sender's access token; empty if the token is not known. If a user has lifted a quarantine, it is the
+    name that the user gave."""
     count: int = 0
     """In a `suppressed` line, the number of omitted lines."""
 
@@ -45,7 +48,8 @@ class AuditLog:
     `NAME.1`. An earlier `NAME.1` is overwritten. Only one thread may use an `AuditLog`.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
-    displace other events. Lines beyond a budget, or that cannot be written, are counted; no error is raised.
+    displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is
+    raised.
     """
 
     def __init__(

@@ -45,7 +45,8 @@ MAX_FILE_BYTES = 1 << 20
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""Creating a token removes tokens that expired longer ago than this from the file. They are then unknown tokens."""
+"""When a token is created, tokens that expired more than this number of seconds ago are removed from the file. The hub
+then refuses these tokens as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(rf"(?i:bearer) {{1,100}}({_TOKEN.pattern})")
@@ -81,7 +82,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_revoked: bool = False
     is_trusted: bool = False
     """True if the run's owner controls the workers that use this token. Only such trusted workers may keep KV caches
-    across versions. Their reports calibrate the tolerances with which other workers are checked."""
+    across versions. The checks of other workers use tolerances that are estimated from the reports of trusted
+    workers."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         if self.is_revoked:
@@ -260,7 +262,8 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the file. Without the lock, concurrent changes could overwrite each other and lose a revocation."""
+        """Lock the file within the context. The file may be changed only within this context. Otherwise, two concurrent
+        changes could overwrite each other, and a revocation could be lost."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -278,7 +281,8 @@ class Authenticator:
     """Identifies the sender of a request by its access token. Reads the token file again when the file changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """`is_own`: the tokens are of the run's own workers. Raises UserError if the file is missing or invalid."""
+        """Read the token file. Raises UserError if the file is missing or invalid. `is_own`: True if the file contains
+        the tokens of workers that the run itself starts."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
         """Reason why the token file is invalid, so that every request is refused; None if the file is valid."""
@@ -287,10 +291,12 @@ class Authenticator:
         """Digest → token."""
 
     def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
-        """Return the grant of the token in an `Authorization` header. Its role must be in `wanted`.
+        """Check the token in an `Authorization` header and return its grant. The token must have one of the roles in
+        `wanted`.
 
         Raises Denied with status 401 if the header is missing or malformed, or if its token is unknown, expired or
-        revoked, and with status 403 if the token has another role. Raises nothing else, whatever the header contains.
+        revoked. Raises Denied with status 403 if the token has another role. Raises nothing else, whatever the header
+        contains.
         """
         if header is None:
             raise Denied(401, "no token")
@@ -348,7 +354,8 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return a file's times, size and inode, which differ after a change; None if the file is unreadable."""
+    """Return a file's times, size and inode, which differ after a change of the file; None if the file is
+    unreadable."""
     try:
         found = path.stat()
     except OSError:
@@ -357,7 +364,8 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Return the content and mode of a small file. Raises UserError if it is unreadable, too long or not regular."""
+    """Return the content and the mode of a small file. Raises UserError if the file is unreadable, too long or not
+    regular."""
     try:
         # O_NONBLOCK, because opening a FIFO would block
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

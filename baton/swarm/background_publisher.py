@@ -52,7 +52,8 @@ class BackgroundPublisher:
         shared: str = "",
         tracer: Tracer | None = None,
     ) -> None:
-        """`shared`: directory in which workers on this machine find the files of versions; empty if none."""
+        """`shared`: directory in which workers on this machine find the files of versions; empty if none. `tracer`:
+        receives a span for each publication."""
         self._hub, self._publisher, self._store = hub, publisher, store
         self._retention, self._shared, self._tracer = retention, shared, tracer or TraceWriter()
         self._executor = SerialExecutor("publisher")

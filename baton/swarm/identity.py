@@ -30,7 +30,8 @@ class WorkerKeys:
         return f"{nonce}.{self._hash('key', token, nonce)}"
 
     def worker(self, token: str, key: str) -> str | None:
-        """Return the id of the worker that holds `key`; None if `key` was not issued for the token with this digest."""
+        """Return the id of the worker that holds `key`, or None if the hub has not issued `key` for this token.
+        `token`: the digest of the worker's token."""
         nonce, _, told = key.partition(".")
         if not hmac.compare_digest(told.encode(), self._hash("key", token, nonce).encode()):
             return None

@@ -35,12 +35,14 @@ MAX_PROVENANCE = 200_000
 """Maximum number of trajectories without a lease whose authors the broker stores, so that it can revoke the
 trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum number of replacements stored until the controller requests the revoked trajectories again."""
+"""A replacement is stored until the controller requests the revoked trajectory again. This is the maximum number of
+stored replacements."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker number, `first`, `end`): the worker generated the tokens `first` … `end` − 1 after the prompt."""
+"""(worker number, `first`, `end`): the worker generated the tokens at positions `first` … `end` − 1 after the
+prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
@@ -96,8 +98,9 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the tokens that have been committed so far."""
     num_sent: int
-    """Number of tokens that the controller has. It gets the tokens of the last report when the trajectory is verified.
-    A run that is killed before that resumes at an unfinished trajectory without its end token."""
+    """Number of tokens that the controller has. The last report of a trajectory, with its tokens, is sent when the
+    trajectory is verified. A run that is killed before that then resumes at an unfinished trajectory that does not
+    contain its end token."""
     spans: list[Span] = field(default_factory=list)
     """The workers that generated the committed tokens, including the tokens of earlier leases."""
     leases: list[int] = field(default_factory=list)
@@ -122,7 +125,8 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Trajectory without a lease (finished, aborted, or waiting for its environment) → its authors."""
+        """Trajectory without a lease (finished, aborted, or waiting for its environment) → the authors of its
+        tokens."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
@@ -303,7 +307,8 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send the last report of a trajectory, held back for verification, unless the trajectory was revoked."""
+        """Send to the controller the last report of a trajectory, which was held back for verification. Has no effect
+        if the trajectory was revoked in the meantime."""
         last = self._held.pop(key, None)
         if last is None:
             return []
@@ -328,7 +333,8 @@ class LeaseBroker:
         return [found for command in commands if (found := self.apply(command)) is not None]
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
-        """Apply a command of the lease table. Return the resulting command for the hub, if any."""
+        """Apply a command from the lease table. Return the resulting command for the hub; None if the hub need not do
+        anything."""
         match command:
             case ev.GrantLease():
                 return self._grant(command)

@@ -24,7 +24,8 @@ LOST_LEASE_TOKENS = 64
 FREE_RETURNS = 32
 """A returned lease is not a lost lease while `LeaseCredit.returned` is at most this number."""
 RECOVERED_TOKENS_PER_S = 1.6
-"""A worker whose credit allows no lease recovers this many tokens per second, until it may hold one lease."""
+"""A worker whose credit allows no lease recovers this credit per second, in tokens, until it may hold one lease. This
+takes at most 50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 
@@ -49,7 +50,8 @@ class LeaseCredit:
         self.tokens = min(TOKENS_PER_LEASE * max(0, self.slots - FIRST_LEASES), self.tokens + num_tokens)
 
     def resize(self, by: int) -> None:
-        """Add `by` to the number of slots, and limit the credit to what the slots can use."""
+        """Add `by` to the number of slots, because workers have joined or left. After workers have left, the credit is
+        limited to what the remaining slots can use."""
         self.slots += by
         self.earn(0)
 
@@ -57,7 +59,8 @@ class LeaseCredit:
         self.tokens = max(_LEAST, self.tokens - LOST_LEASE_TOKENS)
 
     def give_back(self, num_tokens: int) -> None:
-        """Count a returned lease of `num_tokens` tokens. Up to `FREE_RETURNS`, a new worker's limit is the minimum."""
+        """Count a returned lease, which has delivered `num_tokens` tokens. Up to `FREE_RETURNS`, the limit falls at
+        most to that of a new worker."""
         self.returned += 1
         least = min(self.tokens, 0.0) if self.returned <= FREE_RETURNS else _LEAST + LOST_LEASE_TOKENS
         self.tokens = max(least, self.tokens - num_tokens)

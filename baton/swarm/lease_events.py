@@ -16,7 +16,8 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     slots: int
     """Number of trajectories that the worker generates concurrently."""
     weight: float = 1.0
-    """Expected speed of one slot, relative to the mean over all workers; from a plan, never from the worker itself."""
+    """Expected speed of one slot, relative to the mean over all workers. This value comes from a plan, never from the
+    worker itself."""
     kind: str | None = ""
     """Workers of the same kind generate the same tokens from the same noise. None: the worker's engine uses its own
     noise and generates different tokens each time."""
@@ -39,7 +40,8 @@ class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
     version: int | None
     """Number of the version that the worker serves; None if it serves none that this hub process has published."""
     decoded_tokens: int
-    """Number of tokens that the engine has decoded. If it does not change, a worker that holds leases is stuck."""
+    """Number of tokens that the engine has decoded. A worker that holds leases is stuck if this number does not
+    change."""
 
 
 class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):
@@ -72,7 +74,8 @@ class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
 
 
 class TaskRevoked(TimedEvent, frozen=True, tag="TaskRevoked"):
-    """A trajectory is no longer trusted. The table ends the leases; the caller informs the controller."""
+    """The tokens of a trajectory are no longer trusted. The table ends the leases; the caller informs the
+    controller."""
 
     task: int
 
@@ -93,8 +96,12 @@ class LeaseFinished(TimedEvent, frozen=True, tag="LeaseFinished"):
 
 
 class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
-    """The worker has aborted the trajectory of a lease, or has refused the lease. If the worker serves the lease's
-    version, it is granted no lease before its next message, which prevents an endless loop of grants and refusals."""
+    """The worker has aborted the trajectory of a lease, or has refused the lease.
+
+    Suppose that a worker refuses a lease although the table expects it to serve the lease's version. The table then
+    grants the worker no lease until the worker has sent another message. This prevents an endless loop of grants and
+    refusals.
+    """
 
     lease: int
 

@@ -51,7 +51,8 @@ class LeaseRules:
     heartbeat_timeout_s: float = 30.0
     progress_timeout_s: float = 60.0
     starve_s: float = 600.0
-    """A lease without a new token for this number of seconds ends, and its task is granted again."""
+    """If an active worker reports no new token of a lease for this number of seconds, the lease ends, and its task is
+    granted again."""
     backup_lease_factor: float = 2.0
     backup_lease_after_s: float = 5.0
     """Minimum age, in seconds, of a lease whose task may get a backup lease."""
@@ -72,7 +73,8 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     origin: str
-    """Source of the tokens. Two leases of a task with equal origins generate the same tokens."""
+    """Identifies the source of the tokens. If two leases of a task have equal origins, they generate the same
+    tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
@@ -110,7 +112,8 @@ class TrackedTask:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Sort key of waiting tasks: tasks that continue an episode come first, then older before newer tasks."""
+        """Sort key of waiting tasks, which are granted in ascending order: tasks that continue an episode come first,
+        and older tasks come before newer tasks."""
         return not self.start, self.number
 
 
@@ -296,7 +299,8 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Commit the tokens of the longest of `lease` and the returned leases, and discard those of the others."""
+        """Select the longest lease among `lease` and the task's returned leases. Commit its tokens, and discard the
+        tokens of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -309,7 +313,8 @@ class LeaseTable:
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
         """Count a lease's tokens as discarded, except the first `prefix` tokens of the trajectory, which equal the
-        committed tokens. All tokens of an inconsistent lease are counted."""
+        committed tokens. With `restarts`, a lease whose origin differs from that of the committed tokens has no equal
+        tokens, so all its tokens are counted."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -318,8 +323,9 @@ class LeaseTable:
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease are committed as soon as they are reported: with `restarts`, if they are
-        consistent; without, if the task has no other lease, neither running nor returned."""
+        """Return whether the tokens of a lease are committed as soon as they are reported. With `restarts`, the tokens
+        must equal the committed tokens at all common positions. Without `restarts`, the task must have no other lease,
+        neither running nor returned."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
@@ -496,7 +502,8 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Return (expected remaining seconds, task) for each task for which a backup lease on `fastest` pays off."""
+        """Find the tasks that would finish sufficiently earlier with a backup lease on the worker `fastest`. Return
+        (expected remaining seconds, task) for each of them."""
         found = []
         for lease in self.leases.values():
             task, age_s = self.tasks[lease.task], now_s - lease.granted_s

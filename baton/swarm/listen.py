@@ -21,7 +21,8 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""Host names, but not texts such as 127.1, 0x7f000001 and 2130706433, which the resolver reads as IP addresses."""
+"""Pattern of host names. The pattern excludes texts such as 127.1, 0x7f000001 and 2130706433. They look like names, but
+the system's resolver interprets them as IP addresses."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -76,7 +77,8 @@ class ListenAddress:
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
-        """Return the hub's URL for clients on this machine, which cannot connect to 0.0.0.0 or ::."""
+        """Return the hub's URL for clients on this machine. This URL differs from `url` if the hub listens on 0.0.0.0
+        or ::, because clients cannot connect to these addresses."""
         host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
 
@@ -93,7 +95,8 @@ class ListenAddress:
         return address is not None and address.is_unspecified
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 digest in hex by which the run's own workers verify the certificate; None without TLS."""
+        """Return the SHA-256 digest of the server's certificate in hex, or None without TLS. Workers that the run
+        starts itself verify the certificate by this digest."""
         if self.certificate is None:
             return None
         # the first certificate of the file is the server's own
@@ -128,8 +131,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str, is_insecure: bool = False) -> str:
-    """Return the hub's URL as http(s)://HOST:PORT without a trailing slash. Raises UserError if the text has another
-    form or, without `is_insecure`, for an http URL of another machine, which would get the token unencrypted."""
+    """Return the hub's URL as http(s)://HOST:PORT without a trailing slash.
+
+    Raises UserError if the text has another form. Without `is_insecure`, an http URL of another machine is also an
+    error, because the token would be sent unencrypted.
+    """
     scheme, _, rest = url.partition("://")
     scheme, place = scheme.lower(), _host_and_port(rest.removesuffix("/"))
     if scheme not in ("http", "https") or place is None or place[1] == 0:
@@ -145,9 +151,12 @@ def check_url(url: str, is_insecure: bool = False) -> str:
 
 
 def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
-    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; None for http.
+    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; return None
+    for http.
+
     `ca`: PEM file with certificates to trust instead of those that this machine trusts, for example if the hub's
-    certificate is self-signed. Raises UserError if the file cannot be used."""
+    certificate is self-signed. Raises UserError if the file cannot be used.
+    """
     if URL(url).scheme != "https":
         if ca is not None:
             raise UserError(f"{ca} applies to https, but {url} is not an https URL: use the hub's https URL")
@@ -163,7 +172,8 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:
-    """Parse HOST:PORT; None for another form, such as user names, paths and short addresses, which yarl accepts."""
+    """Parse HOST:PORT; return None if the text has another form. The additional checks are needed because yarl accepts
+    user names, paths and short forms of addresses."""
     if not _HOST_AND_PORT.fullmatch(text):
         return None
     try:

@@ -36,7 +36,8 @@ PROTOCOL = 5
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum bytes of a frame, enough for a report of 100,000 tokens; a longer frame ends the connection."""
 SILENT_HEARTBEATS = 12
-"""An open connection is considered dead if no message arrives for this number of heartbeat periods."""
+"""A connection is considered dead if no message arrives for this number of heartbeat periods, even if it is still
+open."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
@@ -91,7 +92,8 @@ class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The hub has received the first `length` tokens of a lease or, if it `has_ended`, all its reports."""
+    """The hub has received the first `length` tokens of a lease. If `has_ended` is set, the lease has ended, and none
+    of its reports needs to be sent again."""
 
     lease_id: int
     length: int

@@ -50,7 +50,8 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Predicted fraction of the time in which the trainer waits; None before the first trajectory."""
+        """Predicted fraction of the time in which the trainer waits for trajectories; None before the first
+        trajectory."""
         slack_s = self.slack_s
         if slack_s is None:
             return None
@@ -84,7 +85,8 @@ class ThroughputTracker:
     announced: dict[int, float] = field(default_factory=dict)
     """Version → time at which the trainer published it. An entry is removed when all workers serve the version."""
     broadcast_s: float = 0.0
-    """Seconds from the publication of the latest version that all workers have served until all served it."""
+    """Seconds from the publication of a version until all workers served it. Measured for the latest version that all
+    workers have served."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
         """Record a finished trajectory. `busy_since_s`: start of the current period in which workers have leases."""
@@ -110,7 +112,8 @@ class TrainingProgress:
     publish_every: int
     trajectories_per_step: int
     is_broadcast_hidden: bool = False
-    """True (`swarm.max_lag` ≥ `publish_every`) if workers get leases while they fetch a version, and never wait."""
+    """True if workers get leases while they fetch a version, so that they never wait for a version. This is the case if
+    `swarm.max_lag` ≥ `publish_every`."""
     step: int = 0
     train_s: float = 0.0
     """Duration of the last train step in seconds."""

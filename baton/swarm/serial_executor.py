@@ -28,7 +28,8 @@ class SerialExecutor:
         self._is_closed = False
 
     def submit(self, action: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a function after all earlier ones, and return its future, which is cancelled after `close`."""
+        """Submit a function and return its future. The function runs after all functions that were submitted earlier.
+        After `close`, the function is not run and the future is cancelled."""
         future: Future[Any] = Future()
         with self._lock:
             if self._is_closed:

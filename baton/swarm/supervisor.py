@@ -39,7 +39,8 @@ class WorkerSupervisor(Protocol):
         """Return the `WorkerJoined.weight` of the workers that use the access token `name`."""
 
     def check_health(self) -> None:
-        """Raise an error if a worker has failed and a restart cannot help. Called often; must not wait."""
+        """Raise an error if a worker has failed and a restart cannot help. Called often, so the method must not
+        wait."""
 
     def close(self) -> None:
         """End all workers. May be called twice."""

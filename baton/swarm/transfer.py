@@ -81,7 +81,8 @@ def chunk_url(base: str, digest: str) -> URL:
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
     """Return the body of a GET request. Raises WeightsFault for more than `limit` bytes or a status other than 200,
-    ConnectionError if a later request may succeed (429, 503), and DeadlineExceeded if the bytes arrive too slowly."""
+    ConnectionError if the status means that a later request may succeed (429, 503), and DeadlineExceeded if the bytes
+    arrive too slowly."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     now, body = asyncio.get_running_loop().time, bytearray()
     slow = asyncio.timeout(2 * _SILENCE_S)
@@ -130,7 +131,8 @@ def model_digest(packed: bytes) -> str:
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files of a message of `pack_model`. Raises WeightsFault for an invalid message, and OSError."""
+    """Write the files of `packed`, a message of `pack_model`, to `directory`. Raises WeightsFault for an invalid
+    message, and OSError if a file cannot be written."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

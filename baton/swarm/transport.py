@@ -170,7 +170,8 @@ class SwarmTransport(WorkerTransport):
         self._report_no_workers()
 
     def _report_no_workers(self) -> None:
-        """Print a message after `FIRST_MESSAGE_S` seconds without a worker, and again when this period has doubled."""
+        """Print a message if the run has had no worker for `FIRST_MESSAGE_S` seconds. Print the message again each time
+        this period has doubled."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_message_s > FIRST_MESSAGE_S:

@@ -132,14 +132,16 @@ class VersionSync:
         return self._fetch_wanted()
 
     def _wanted(self, version: PolicyVersion) -> None:
-        """Set the wanted version, unless it is of the lineage of the known one and not newer."""
+        """Set the wanted version. Within a lineage, only a higher number replaces the wanted version. A version of
+        another lineage always replaces the wanted version."""
         known = self.want
         if known is not None and known.lineage == version.lineage and version.number <= known.number:
             return
         self.want, self.failures, self._retry_s = version, 0, None
 
     def _is_useful(self, version: PolicyVersion) -> bool:
-        """Return whether a fetched version is of the wanted lineage and newer than served; it need not be wanted."""
+        """Return whether to activate a fetched version. The version must be of the wanted lineage and newer than the
+        served version, but it need not be the wanted version."""
         have, want = self.have, self.want
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
         return want is not None and version.lineage == want.lineage and is_newer

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
-"""Factor by which each report multiplies `Worker.grown_tokens` and `Worker.grown_s` before it adds its values."""
+"""For each report, `Worker.grown_tokens` and `Worker.grown_s` are first multiplied by this factor. Then the report's
+values are added."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +89,8 @@ class Worker:
 
 
 _Entry = tuple[bool, float, int, Worker]
-"""Entry of a heap: whether the worker has no free slot, its load after one more lease, its stamp, and the worker."""
+"""Entry of a heap. Its four elements are: whether the worker has no free slot, its load after one more lease, its
+stamp, and the worker."""
 
 
 class WorkerIndex:
@@ -101,8 +103,9 @@ class WorkerIndex:
         self._num_paces, self._sum_paces = 0, 0.0
         """Number of workers whose pace is known, and the sum of their paces (`Worker.pace`)."""
         self._entries: dict[int, list[_Entry]] = {}
-        """Version → heap of entries, with one entry for each worker without an owner, and the entry of the least loaded
-        worker of each owner that may hold one more lease. Outdated and repeated entries are skipped."""
+        """Version → heap of entries. A worker without an owner has its own entry in this heap. An owner that may hold
+        one more lease is represented by the entry of its least loaded worker. Outdated and repeated entries stay in the
+        heap and are skipped."""
 
     def add(self, worker: Worker) -> None:
         """Add a worker that serves no version yet."""
@@ -176,7 +179,8 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return the tokens per second of one lease of a worker, estimated from its weight until its first report."""
+        """Return the tokens per second of one lease of a worker. Until the worker's first report, this is an estimate
+        from the worker's weight."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
@@ -191,13 +195,15 @@ class WorkerIndex:
             self._sum_paces += pace - (known or 0.0)
 
     def _relative_pace(self, worker: Worker) -> float:
-        """Return the ratio of a worker's pace to the mean of all known paces, limited to 0.1 … 10."""
+        """Return the ratio of a worker's pace to the mean of all known paces, limited to the range from 0.1 to 10. A
+        value below 1 means that the worker is slower than expected."""
         if worker.pace is None:
             return 1.0
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove entries from the start of a heap until the first one's owner may hold one more lease; return it."""
+        """Remove entries from the start of a heap until the first entry's owner may hold one more lease. Return this
+        entry, or None if no entry remains."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top

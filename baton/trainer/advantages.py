@@ -58,7 +58,8 @@ class Outcome:
     name: str
     """Name `group/sample` of the episode, for messages."""
     reward: float
-    """Reward of the whole episode, given at the last policy token; without the rewards of `turns`."""
+    """Reward of the whole episode, given at the last policy token. If `turns` is set, `reward` does not include the
+    rewards of the turns."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
@@ -116,7 +117,8 @@ def group_mean(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> lis
 
 def leave_one_out(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[FloatArray]:
     """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3). With
-    `algorithm.turn_rewards`, R_i is the return of a turn, and the mean is over the turns of the other episodes."""
+    `algorithm.turn_rewards`, R_i is the return of a turn, and the mean is over the turns of the group's other
+    episodes."""
     return _within_groups(outcomes, _against_others)
 
 
@@ -141,8 +143,9 @@ def gae(outcomes: Sequence[Outcome], algorithm: AlgorithmSettings) -> list[Float
 
 
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
-    """Normalise advantages to mean 0 and standard deviation 1 (divisor N, unlike `group_std`) over all N tokens of the
-    batch (REINFORCE++, PPO). If all advantages are equal, the results are exactly 0."""
+    """Normalise advantages to mean 0 and standard deviation 1 over all N tokens of the batch (REINFORCE++, PPO). The
+    variance has the divisor N, whereas `group_std` uses the number of values − 1. If all advantages are equal, the
+    results are exactly 0."""
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
         return [np.zeros_like(values) for values in advantages]

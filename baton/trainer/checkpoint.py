@@ -178,7 +178,8 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest that a version with the weights of `read_weights` has if it is published in float32."""
+    """Return the digest that a version with a checkpoint's weights has if it is published in float32. `saved`: result
+    of `read_weights`."""
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
@@ -226,7 +227,8 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the checkpoints of all steps after `after_step`, which are damaged, so that no resume uses them."""
+    """Rename the checkpoints of all steps after `after_step`, so that no resume uses them. The caller has found that
+    all of them are damaged."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")
@@ -236,7 +238,8 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove all checkpoints except the newest `keep_last` and that of step `keep_step`. Return the removed paths."""
+    """Remove all checkpoints except the newest `keep_last` and the checkpoint of step `keep_step`. Return the removed
+    paths."""
     assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

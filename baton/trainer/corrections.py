@@ -94,8 +94,9 @@ def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`; −1 if every x² exceeds
-    `limit`, infinity without tokens. `log_weights`: the x of all trained tokens of a minibatch, in several tensors."""
+    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if every x²
+    exceeds `limit`, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in
+    any number of tensors."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
@@ -111,8 +112,9 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return the parameters of the correction for a whole minibatch. Only `second_moment` uses `at_start`, the
-    minibatch's loss inputs at the start of the train step, and `all_of`, which gathers a vector from every rank."""
+    """Return the parameters of the algorithm's correction for a whole minibatch. Only `second_moment` uses `at_start`
+    and `all_of`. `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector
+    from every rank."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
         own = [(inputs.proximal_logprobs - inputs.behavior_logprobs)[inputs.mask] for inputs in at_start]
@@ -121,7 +123,8 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple):
-    """Distance between proximal and behavior policy in one or several rows, as sums over trained tokens."""
+    """Distance between proximal and behavior policy in one or several rows. Each field is a sum over trained tokens,
+    unless the field says otherwise."""
 
     weighed: float = 0.0
     """Number of tokens that `weight` and `weight_square` cover."""
@@ -166,7 +169,8 @@ def _behavior_to_proximal(inputs: LossInputs) -> torch.Tensor:
 
 
 def _anchor(inputs: LossInputs, logprobs: torch.Tensor, values: torch.Tensor, is_cut: torch.Tensor | bool) -> Anchor:
-    """`values` and `is_cut` are per token or per trajectory, and are broadcast over the trained tokens."""
+    """Return an anchor. `values` and `is_cut` are per token or per trajectory, and are broadcast over the trained
+    tokens."""
     kept = torch.where(inputs.mask, values, 0.0).to(inputs.logprobs.dtype)
     return Anchor(logprobs, kept.detach(), inputs.mask & is_cut)
 

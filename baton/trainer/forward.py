@@ -49,7 +49,8 @@ class ModelInputs:
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     shares: tuple[int, ...] = ()
-    """Number of consecutive rows that share each prompt, which is computed once; empty if no prompts are shared."""
+    """Number of rows that share each prompt. These rows are consecutive, and the pass computes their prompt once. Empty
+    if each row computes its own prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
 
@@ -131,7 +132,8 @@ class Passes:
     parallel: SingleRank = field(default_factory=SingleRank)
 
     def hidden_shape(self, inputs: ModelInputs) -> tuple[int, ...]:
-        """Return the shape of hidden states between stages: [T, H], or padded [B, S − 1, H]; empty with one stage."""
+        """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass; empty
+        with a single stage."""
         if self.parallel.pipeline.num_stages == 1:
             return ()
         width: int = self.model.config.get_text_config().hidden_size

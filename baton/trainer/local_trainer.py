@@ -294,7 +294,8 @@ class LocalTrainer(Trainer):
         return PublishedWeights(self._version, tensors)
 
     def stream(self, bucket_bytes: int) -> VersionStream:
-        """Return the current weights in buckets. Raises UserError if tensors cannot be sent one by one."""
+        """Return the current weights in buckets, for direct transfers from ranks. Raises UserError if tensors cannot be
+        sent one by one."""
         return VersionStream(self.model, self._publish_dtype, self._parallel.whole, bucket_bytes)
 
     def publish_to(self, path: Path) -> tuple[PolicyVersion, dict[str, str]]:
@@ -351,7 +352,8 @@ class LocalTrainer(Trainer):
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint. Raises UserError, before anything changes, if the checkpoint does not fit this trainer.
-        The version gets the checkpoint's number and digest; the lineage stays, because a resumed run has a new one."""
+        The version gets the number and the digest of the checkpoint, but not its lineage, because a resumed run has a
+        new lineage."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})

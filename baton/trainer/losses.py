@@ -51,7 +51,8 @@ class LossInputs:
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
     episode_tokens: torch.Tensor | None = None
-    """[B] number of trained tokens of each row's episode, over all its paths; None if each row is a whole episode."""
+    """[B] number of trained tokens of each row's episode, summed over all paths of the episode; None if each row is a
+    whole episode."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """[B, 1] For each `episode_sum`, by name: the part of the sum that comes from the other paths of each row's
     episode, without gradient. Empty if each row is a whole episode."""
@@ -59,7 +60,8 @@ class LossInputs:
     """[B, 1] For each computed `episode_sum`, by name: the part of the sum that comes from the row itself."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` [B, K] over the trained tokens of each row's episode, in all paths; [B, 1] without gradient."""
+        """Sum `values` [B, K] over the trained tokens of each row's episode, in all its paths; [B, 1] without
+        gradient."""
         own = self.own_sums[name] = torch.where(self.mask, values.detach(), 0).sum(-1, keepdim=True)
         return own + self.elsewhere[name] if name in self.elsewhere else own
 
@@ -105,7 +107,8 @@ class KlEstimate:
     nats: torch.Tensor
     """[B, K] estimate in nats, with gradient to the log-probabilities; 0 at masked tokens."""
     is_clamped: torch.Tensor
-    """[B, K] bool: True at trained tokens whose estimate exceeded its bound. Such an estimate has no gradient."""
+    """[B, K] bool: True at trained tokens whose estimate exceeded its bound. The estimate of such a token has no
+    gradient."""
 
 
 MAX_LOG_RATIO = 20.0

@@ -53,7 +53,8 @@ PAD_ID = 0
 """Token id of padding. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The only row of an idle microbatch: the shortest possible row, not trained. Loss and gradients are exactly 0."""
+"""The only row of an idle microbatch: the shortest possible row. No token is trained, so loss and gradients are exactly
+0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class MiniBatch:
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
     num_episodes: int
-    """Number of episodes over all ranks, including those without a trained token, which may be in no microbatch."""
+    """Number of episodes over all ranks. An episode without a trained token counts too, even if it is in no
+    microbatch."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
@@ -254,8 +256,9 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put each block, (rows, their size in tokens), into the first chunk that has room for it. A binary tree finds this
-    chunk in logarithmic time: each node stores the largest free room of all chunks below it."""
+    """Put each block of rows into the first chunk that has room for it. A block is a tuple of rows and their size in
+    tokens. A binary tree finds this chunk in logarithmic time: each node stores the largest free room of all chunks
+    below it."""
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
     most_room = [max_tokens] * (2 * leaves)
@@ -392,7 +395,8 @@ def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMic
 def _with_advantages(
     everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample], passes: Passes
 ) -> list[PreparedMicroBatch]:
-    """Return the microbatches with advantages, estimated from the models' outputs for the rows of all ranks."""
+    """Return the microbatches with advantages, which are estimated from the models' outputs for the rows of all
+    ranks."""
     algorithm = passes.algorithm
 
     def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:

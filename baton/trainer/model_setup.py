@@ -93,7 +93,8 @@ def fit_sharing(
 
 
 def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:
-    """Raise UserError for a shared critic if `find_head` does not support the policy's head (`head` is None)."""
+    """Raise UserError if a shared critic is configured, but `find_head` does not support the policy's head (`head` is
+    None)."""
     if algorithm.advantage == "gae" and algorithm.critic == "shared" and head is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "

@@ -41,7 +41,8 @@ class Offload:
         self._hosts: dict[int, Tensor] = {}
         """`id(tensor)` → host memory of the offloaded tensor."""
         self._resting: dict[int, tuple[Tensor, Tensor, int]] = {}
-        """`id(tensor)` → (the offloaded tensor, a tensor with its storage on the device, bytes of this storage)."""
+        """`id(tensor)` → (the offloaded tensor, a tensor object with its storage on the device, bytes of this
+        storage)."""
         self.is_resting = False
 
     @property
@@ -93,7 +94,8 @@ class Offload:
         self.is_resting = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield parameters, buffers and moments; for sharded tensors, this rank's shards."""
+        """Yield the parameters and buffers of the models and the moments of the optimisers. For sharded tensors, yield
+        this rank's shards."""
         for model in self._models:
             yield from map(_own, model.parameters())
             yield from map(_own, model.buffers())

@@ -39,7 +39,8 @@ class Schedule:
         return peak * (self.min_lr_frac + (1.0 - self.min_lr_frac) * remaining)
 
     def check(self, section: str) -> None:
-        """Raise UserError, which names the recipe's `section`, if no step remains for the decay after the warm-up."""
+        """Raise UserError when no step remains for the decay after the warm-up. `section`: recipe section, for the
+        message."""
         if self.decay != "constant" and self.warmup_steps >= self.total_steps:
             raise UserError(
                 f"{section}.warmup_steps: got {self.warmup_steps}, allowed are fewer than the {self.total_steps} steps "
@@ -125,8 +126,11 @@ def load_optimizer_tensors(
 ) -> None:
     """Load state that `optimizer_tensors` returned. Parameters without an entry in `tensors` get no state.
 
-    A tensor of the right device and dtype is not copied: the optimiser later changes the tensor itself. Raises
-    UserError for a tensor that matches no parameter of this model, and for moments of another optimiser.
+    A tensor that already has the right device and dtype is not copied: the optimiser keeps and later changes the tensor
+    itself.
+
+    Raises UserError for a tensor whose parameter is missing from this model or has another shape, and for moments of
+    another optimiser.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     block: int | None = getattr(optimizer, "block_size", None)  # of moments in 8 bits

@@ -99,7 +99,8 @@ def minibatches(
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Split groups into `num_parts` consecutive parts of about equal size. Raises UserError if one would be empty."""
+    """Split groups into `num_parts` consecutive parts of about equal size. Raises UserError if a part would be
+    empty."""
     if num_parts > len(groups):
         raise UserError(
             f"algorithm.num_minibatches: got {num_parts}, allowed are at most {len(groups)}, the groups of a batch"

@@ -77,7 +77,8 @@ def fine_tune(
 
 
 def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Split `rows` (longest first) into parts of at most `max_tokens` padded tokens; a longer row is a part alone."""
+    """Split `rows` (longest first) into parts of at most `max_tokens` padded tokens. A row longer than `max_tokens`
+    forms a part alone."""
     begin = 0
     while begin < len(rows):
         end = begin + max(1, max_tokens // _padded(rows[begin]))

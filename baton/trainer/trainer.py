@@ -36,7 +36,8 @@ class PublishedWeights:
 
 
 def new_version_path(directory: Path, version: PolicyVersion) -> Path:
-    """Return a new path for the weights of a version; each call returns another path, even for the same version."""
+    """Return a path at which the weights of a version can be written. Each call returns another path, even for the same
+    version."""
     return directory / f"{version.lineage}-{version.number}-{secrets.token_hex(4)}.safetensors"
 
 

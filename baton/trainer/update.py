@@ -139,8 +139,9 @@ class Update:
     def _elsewhere(
         self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch], shape: LossShape, correction: CorrectionShape
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return `LossInputs.elsewhere` of each microbatch. The mappings are empty unless the algorithm compares whole
-        episodes and an episode has several paths; forward passes then compute the sums."""
+        """Return `LossInputs.elsewhere` of each microbatch: sums over the other paths of each row's episode. If the
+        algorithm compares whole episodes and an episode has several paths, forward passes compute the sums. Otherwise
+        the mappings are empty."""
         algorithm = self.passes.algorithm
         found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
         if not prepared or not algorithm.compares_episodes or not any(row.path for row in part.rows):

@@ -44,9 +44,10 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     certificate: str
     threads: int
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU: the name
-    of the environment variable that selects the GPUs of a process, and either the GPU's id in this variable (a string)
-    or the GPU's index among the GPUs that the actor sees (an integer)."""
+    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU. The
+    first element is the name of the environment variable that selects the GPUs that a process sees. The second element
+    is either a string, the GPU's id that becomes the variable's value, or an integer, the GPU's index among the GPUs
+    that the actor sees."""
 
 
 PIECE_BYTES = 64 * 2**20
@@ -173,7 +174,8 @@ class RankActor:
     """An actor that runs one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
     def __init__(self, info: bytes, directory: str, address: str) -> None:
-        """`info`: encoded RankInfo without its host. `directory`: the controller's working directory, a shared one."""
+        """`info`: encoded RankInfo without its host. `directory`: the controller's working directory, on a shared file
+        system."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 

@@ -100,7 +100,8 @@ class RayCluster:
 
     @calling_ray()
     def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
-        """Wait until every node has answered or is no longer alive, at most `deadline_s`. Raises RankLost."""
+        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds. Raises
+        RankLost (`calling_ray`)."""
         futures = {node: self.run_on(node, _answer) for node in nodes}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:

@@ -196,8 +196,9 @@ class _RayReplica(RemoteReplica):
                 self._changed.notify_all()
 
     def _check_further(self) -> None:
-        """Without waiting, raise EngineFault or DeadlineExceeded if an actor on a further machine reports an error, has
-        ended, or has not answered its last call in time. Start at most one check per actor in `_CHECK_S` seconds."""
+        """Raise EngineFault or DeadlineExceeded if an actor on a further machine reports an error, has ended, or has
+        not answered its last call in time. Start the next check, at most one per actor in `_CHECK_S` seconds. Does not
+        wait."""
         if not self._further or not self._checking.acquire(timeout=0):
             return
         try:

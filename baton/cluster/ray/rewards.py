@@ -36,7 +36,8 @@ class RayRewards:
         device: str,
         log: Callable[[str], None],
     ) -> None:
-        """`machines`: name in the plan → machine. `device`: `model.device` of the recipe, without a GPU's index."""
+        """`machines`: name in the plan → machine. `device`: `model.device` of the recipe, without the index of a
+        GPU."""
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._device = device
         self._groups: list[Any] = []

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
 MAX_RESTARTS = 3
-"""After the loss of a rank or a machine, the trainer restarts from its last checkpoint at most this many times."""
+"""After the loss of a rank or a machine, the trainer restarts from its last checkpoint, but at most this number of
+times."""
 SERVER_ANSWER_S = 30.0
 """Before the run starts, maximum seconds to wait for the answer of an SGLang server."""
 NOTICE_S = 60.0
@@ -246,7 +247,8 @@ class _RayAttempts:
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
         """Reserve resources for a trainer in this process; return None if the ranks are actors. The trainer runs in
         this process if it has exactly one rank, and this rank is on this machine and requests no GPU from Ray. In a
-        colocated plan, a rank on a GPU is always an actor, which reports the GPU that the worker must share."""
+        colocated plan, a rank on a GPU is always an actor, because the actor reports which GPU the worker must
+        share."""
         rank = placement.ranks[0]
         is_here = machines[rank.machine].id == self.cluster.here
         is_shared_gpu = self.planner.plan.is_colocated and rank.gpu != CPU

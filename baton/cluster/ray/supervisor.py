@@ -148,7 +148,8 @@ class RayWorkerSupervisor:
                     raise self._not_free(running)
 
     def wake_up(self) -> None:
-        """Let the workers allocate their memory again, and start those whose start `sleep` has postponed."""
+        """Let the workers allocate their memory again, and start the workers whose start was postponed since
+        `sleep`."""
         with self._lock:
             is_change, self._is_trainers_turn = self._is_trainers_turn, False
         if is_change:

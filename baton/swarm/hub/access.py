@@ -19,7 +19,8 @@ from baton.swarm.identity import WorkerKeys
 from baton.swarm.verification.quarantine import Quarantine
 
 REQUESTS_PER_S = 4000.0
-"""Maximum messages and requests per second of all senders with the same access token. Further ones are delayed."""
+"""Maximum number of messages and requests per second of all senders that use the same access token. Messages and
+requests beyond this rate are delayed."""
 BURST = 8000.0
 
 

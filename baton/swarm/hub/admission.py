@@ -21,7 +21,8 @@ MAX_CONNECTIONS = 4096
 MAX_RESERVE = 1024
 """Maximum number of file descriptors that are reserved for the process's own files."""
 AUTHENTICATE_S = 30.0
-"""Seconds, including TLS handshake and HTTP headers, after which a connection without a valid token is closed."""
+"""A connection that presents no valid token within this number of seconds is closed. The TLS handshake and the transfer
+of the HTTP headers count towards this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection towards its token. Return the reason if it is refused, and thus stays a stranger."""
+        """Count a connection towards its token. Return the reason why the connection is refused, or None if it is
+        accepted. A refused connection stays a stranger."""
         if connection in self._known:
             return None
         if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
@@ -91,7 +93,8 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Return the oldest connection without a valid token, to close it when no file descriptor is left."""
+        """Return the oldest connection without a valid token, or None if all connections have presented one. The caller
+        closes this connection when no file descriptor is left."""
         return next(iter(self._strangers), None)
 
     def overdue(self, now_s: float) -> list[int]:

@@ -30,7 +30,8 @@ from baton.swarm.listen import ListenAddress
 KEEP_ALIVE_S = 30.0
 """Seconds until an idle connection with a valid token is closed; other connections close after each response."""
 ACCEPTED_AT_ONCE = 4
-"""Connections accepted before other tasks run: few, so that each can present a token before newer ones evict it."""
+"""Maximum number of connections accepted before other tasks run. If this number is small, an accepted connection has
+time to present a token before newer connections evict it."""
 FAILED_ACCEPT_PAUSE_S = 0.1
 TLS_GOODBYE_S = 2.0
 SWEEP_S = 1.0
@@ -190,7 +191,8 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise the soft limit on open files to the hard limit, at most to `MAX_FILES`; return the soft limit."""
+    """Raise this process's soft limit on open files to the hard limit, at most to `MAX_FILES`; return the soft
+    limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -63,7 +63,8 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """`weight`: returns the `WorkerJoined.weight` of the run's own workers, by the name of their access token."""
+        """`weight`: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
+        token of this name."""
         self.welcome, self.broker, self.verifier = welcome, broker, verifier
         # texts of workers are in these lines, also in errors of the decoder
         self.say: Callable[[str], None] = lambda text: say(visible(text[: messages.MAX_TEXT], keep=""))
@@ -126,7 +127,8 @@ class Membership:
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove the workers of a quarantined id or access token, and revoke their trajectories not yet trained on."""
+        """Remove the workers of a quarantined id or access token. Revoke those of their trajectories that were not
+        trained on yet."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self.authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -135,8 +137,9 @@ class Membership:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def mistrust(self, tokens: Sequence[tuple[Key, int]], keys: Iterable[Key], reason: str) -> Set[Key]:
-        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt), unless one is trusted.
-        Return the trajectories of `keys` with tokens of quarantined or unknown authors; none if one is trusted."""
+        """Quarantine the authors of `tokens`, given as (trajectory, position after the prompt). Return the trajectories
+        of `keys` with tokens of quarantined or unknown authors. If an author is trusted, quarantine no worker and
+        return an empty set."""
         spans = {key: self.broker.authors(key) for key in keys}
         found = [(key, next((n for n, first, end in spans[key] if first <= at < end), None)) for key, at in tokens]
         known = [(key, self.authors[number]) for key, number in found if number is not None]
@@ -208,7 +211,8 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """The worker gets no new leases. Its leases end at the heartbeat timeout unless the worker reconnects."""
+        """Handle the end of a connection: the worker gets no new leases, and its leases end at the heartbeat timeout
+        unless the worker reconnects."""
         peer.outgoing = None
         self._count_slots()
         # the removal of a worker has already been reported
@@ -249,7 +253,8 @@ class Membership:
             self.execute(self.broker.handle(WorkerWeightChanged(self.broker.clock(), worker, weight)))
 
     def _own_workers(self, name: str) -> list[int]:
-        """Return the numbers of these workers. Other workers are excluded, even if their token has the same name."""
+        """Return the numbers of the run's own workers that use the access token `name`. Workers that the run did not
+        start are excluded, even if their token has the same name."""
         grants = ((peer.number, peer.grant) for peer in self.peers.values())
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
@@ -309,7 +314,8 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of `version`, or None unless this process has published it and workers may serve it."""
+        """Return the number of `version` if this process has published it and workers may still serve it, otherwise
+        None."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

@@ -120,7 +120,8 @@ class RelayList:
         self._seen: dict[str, float] = {}
 
     def announce(self, url: str) -> bool:
-        """Record an announcement. Return True if the relay is new and was added: there are at most `MAX_RELAYS`."""
+        """Record an announcement. Return True if the relay is new and was added. A new relay is not added if there are
+        already `MAX_RELAYS` relays."""
         is_new = url not in self.urls()
         if is_new and len(self._seen) >= MAX_RELAYS:
             return False

@@ -80,7 +80,8 @@ class Relay:
         self.verified: set[str] = set()
         """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Digest of a chunk, or version of a manifest → its running fetch, for which later requests wait too."""
+        """The running fetches. The key is the digest of a chunk, or the version of a manifest. Later requests for the
+        same data wait for the running fetch."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -162,7 +163,8 @@ class Relay:
         return body
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a reader of a verified chunk: from disk if the cache has room for it, otherwise from memory."""
+        """Return a reader of a verified chunk. It reads the chunk from disk if the cache has room for it, otherwise
+        from memory."""
         if digest in self.verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")

@@ -51,7 +51,8 @@ class QuarantineStatus(msgspec.Struct, frozen=True):
     name: str
     reason: str
     trained_steps: tuple[int, ...]
-    """Train steps that trained on the last `REMEMBERED_TRAINED` trajectories of the worker."""
+    """Train steps that trained on the worker's trajectories, according to a record of the last `REMEMBERED_TRAINED`
+    trajectories."""
     num_trained: int
     """Number of the worker's trajectories that were trained on."""
     num_revoked: int

@@ -54,7 +54,8 @@ class WorkerAccess:
         return None if reason is None else Denied(403, reason, grant.label)
 
     def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
-        """Return a worker's id and its key, which is new if it presents no known key. Raises Unwanted."""
+        """Return a worker's id and key. A worker that presents no known key gets a new key. Raises Unwanted if the
+        worker does not meet the requirements."""
         refusal = None if self._requirements is None else self._requirements.refusal(hello, grant)
         if refusal is not None:
             raise Unwanted(refusal)

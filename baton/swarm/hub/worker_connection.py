@@ -29,7 +29,8 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """`on_sent`: called with the bytes of each sent frame. `delay_s`: delay of the last received frame."""
+        """`on_sent`: called with the size in bytes of each sent frame. `delay_s`: returns the seconds by which the last
+        received frame must be delayed."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
@@ -61,7 +62,11 @@ class WorkerConnection:
 
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when the connection has ended. Raises Malformed if the message is
-        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds."""
+        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds.
+
+        The wait consists of `SILENT_HEARTBEATS` shorter waits. If this process is paused, only one of them times out,
+        and the next one reads the messages that arrived during the pause.
+        """
         frame = await receive_unless_silent(self._socket.receive, timeout_s)
         if frame is None:
             raise ReceiveTimeout(f"silent for {timeout_s:.3g} s")

@@ -38,7 +38,8 @@ class ReportLimits:
     num_experts: int = 0
     """Number of experts of each router. In a report, an expert's index takes one byte, or two above 256 experts."""
     max_segments: int = 64
-    """Maximum number of segments of a report: one for each version served since the previous report."""
+    """Maximum number of segments of a report. A report has a segment for each version that the worker has served since
+    the previous report."""
 
 
 def check_report(
@@ -177,7 +178,8 @@ def _wrong_stop(
 ) -> str | None:
     """Search for stop strings token by token, as an engine does. If a token completes a stop string, it must be the
     last token of its report, and the finish reason must be `stop`. If the finish reason is `stop`, the last token must
-    complete a stop string or be a token that ends a trajectory."""
+    complete a stop string or be a token that ends a trajectory. Return a sentence that names the first violation, or
+    None if there is none."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

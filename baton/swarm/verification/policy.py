@@ -34,7 +34,8 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""A waiting check is late if no check has had a result for this time: seconds, plus seconds per token."""
+"""A trajectory that waits for its check is late if no check has had a result for this time: the first number in
+seconds, plus the second number in seconds per token."""
 MAX_HELD = 256
 """While this many trajectories wait for their checks, no further trajectory is selected at random. Trajectories that
 must always be checked are still held back: the batch waits for them, and the scheduler limits their number."""
@@ -48,9 +49,11 @@ REMEMBERED_OPEN = 100_000
 REMEMBERED_TRAINED = 10_000
 """Maximum number of trajectories in `QuarantineRecord.trained`."""
 AFTER_SUSPECT = 16
-"""After a suspect trajectory, this number of the worker's next trajectories are checked without exception."""
+"""After a check has found a trajectory suspect, this number of the worker's next trajectories are checked without
+exception."""
 EVALUATED_TOGETHER = 64
-"""After each check, at most this number of the worker's newest results are also evaluated together."""
+"""After each check, the newest results of the worker are also evaluated together. This is the maximum number of these
+results."""
 
 
 class InspectionSettings(Settings):
@@ -79,9 +82,11 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     """Name of the trajectory whose check was decisive, or `a report of worker N` for an invalid report."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """Names of the finished trajectories not trained on, which are generated again or excluded from their batch."""
+    """Names of the worker's finished trajectories that were not trained on. They are generated again, or excluded from
+    the batch that contains them."""
     trained: tuple[tuple[str, int], ...]
-    """(trajectory, train step) of the trajectories that were trained on last; at most `REMEMBERED_TRAINED`."""
+    """Pairs (trajectory, train step) of the trajectories that were trained on last; at most `REMEMBERED_TRAINED`
+    pairs."""
     num_trained: int
     num_checked: int
     num_finished: int
@@ -147,7 +152,8 @@ class TrajectoryJudged(msgspec.Struct, frozen=True):
 
     case: Case
     verdicts: tuple[tuple[SegmentAuthor, VerificationResult, Tolerance], ...]
-    """For each part: author, result, and the tolerance of the author's worker class."""
+    """For each part: author, result, and the tolerance for the author's worker class (device, dtype, engine). The same
+    tolerance applies when the author's newest results are evaluated together."""
     is_whole: bool = True
     """True if all tokens could be scored; False if the weights of some versions are no longer kept."""
 
@@ -232,7 +238,8 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 @dataclass(slots=True)
 class _CheckedWorker:
     checks_owed: int
-    """Number of next finished trajectories that are all checked. At 0, the random selection applies."""
+    """While this number is above 0, each finished trajectory of the worker is checked. The number then decreases by 1.
+    At 0, the random selection applies."""
     verdicts: deque[VerificationResult] = field(default_factory=lambda: deque(maxlen=EVALUATED_TOGETHER))
     num_finished: int = 0
     num_checked: int = 0
@@ -246,7 +253,8 @@ class VerificationPolicy:
     """Selects which trajectories of a run are checked, and decides from the results which workers are quarantined."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
-        """`secret`: random bytes that belong to the run and that workers do not know. They determine the selection."""
+        """`secret`: random bytes that belong to the run and that workers do not know. After a restart with the same
+        secret, the random selection gives the same results."""
         self.num_unchecked = 0
         """Number of trajectories that were selected for a check, but could not be checked completely."""
         self._settings = settings
@@ -434,6 +442,7 @@ class VerificationPolicy:
 
 
 def name_of(key: Key) -> str:
-    """Return a trajectory's name. It contains the noise seed, because training and evaluations may share group ids."""
+    """Return a trajectory's name. The name contains the noise seed, because training and evaluations may use equal
+    group ids but have different noise seeds."""
     noise_seed, group_id, sample_index = key
     return f"{group_id}/{sample_index}@{noise_seed}"

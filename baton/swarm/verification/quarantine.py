@@ -88,8 +88,9 @@ class Quarantine:
         return None
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. `name`: the id or the label of a worker, or the name of
-        an access token (all its workers). `at`: Unix seconds. Raises UserError if no such worker is quarantined."""
+        """End quarantines, and return the ids of the workers. `name`: the id or the label of one worker, or the name of
+        an access token to select all its workers. `at`: Unix seconds. Raises UserError if no quarantined worker has
+        this name."""
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:

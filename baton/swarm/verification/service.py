@@ -32,7 +32,8 @@ MAX_BATCH = 64
 
 
 class LogprobScorer(Protocol):
-    """Recomputes logprobs and draw gaps (`Rescored`) of reported tokens (`Claim`), under one version at a time."""
+    """Recomputes the logprobs and draw gaps (`Rescored`) of the tokens in workers' reports (`Claim`). One version is
+    loaded at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""
@@ -71,8 +72,9 @@ class VerificationService:
         clock: Clock = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
-        """`make_scorer`: called in the service's thread, before the first check. `keep_versions`: number of versions
-        kept for scoring; 0 disables it. `noise_seed`: seed of training batches. `tracer`: records computations."""
+        """`make_scorer`: creates the scorer, in the service's thread, before the first check. `keep_versions`: number
+        of versions kept for scoring; 0 disables scoring. `noise_seed`: the seed of training batches. `tracer`: receives
+        a span for each computation."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.num_checked: Counter[str] = Counter()
         """Worker id → number of its trajectories that were checked since the service started."""
@@ -127,7 +129,8 @@ class VerificationService:
         return next((command.record for command in found if isinstance(command, policy.QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Apply deadlines, and readmit workers whose quarantine a user has lifted. `delay_s`: delay of this tick."""
+        """Apply the deadlines of checks, and readmit workers whose quarantine a user has lifted since the last tick.
+        `delay_s`: number of seconds by which this tick of the hub is late."""
         if lifted := self.quarantine.follow():
             self._handle_event(policy.QuarantineLifted(lifted))
         self._handle_event(policy.VerificationTick(self._clock(), delay_s))

@@ -30,10 +30,12 @@ from baton.rollout.rescoring import Rescored
 HEADROOM = 1.5
 """A calibrated bound is the product of this factor and a quantile of the observed values."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Let n tokens of a trajectory exceed a tolerance, and let b be an upper bound on the probability that n or more tokens
-of a correct worker do. The result is SUSPECT if b is below the first number, and BAD if b is below the second."""
+"""Suppose that n tokens of a checked trajectory exceed a tolerance. Let p be the probability that n or more tokens of a
+correct worker's trajectory exceed it. The result is SUSPECT if an upper bound on p is below the first number, and BAD
+if it is below the second number."""
 _MAX_FACTOR = 10.0
-"""Maximum factor between a calibrated `Tolerance.logprob` or `Tolerance.draw_gap` and the default for its dtype."""
+"""Limits how much a calibrated `Tolerance.logprob` or `Tolerance.draw_gap` may differ from the default for its dtype:
+it may be larger or smaller by at most this factor."""
 _FLOAT32_ROUNDING = 1e-6
 """Lower bound on a calibrated `Tolerance.typical`, in nats: the rounding error of float32 logprobs."""
 _TYPICAL_QUANTILE = 0.8
@@ -52,7 +54,8 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
     @property
     def noise(self) -> str | None:
-        """Value of `WorkerJoined.kind`; None if the engine uses its own noise."""
+        """Value of `WorkerJoined.kind`. Workers that generate the same tokens from the same noise have equal values.
+        None if the engine uses its own noise."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:
@@ -64,13 +67,15 @@ class Tolerance:
     """Allowed differences between reported and rescored values. Logprobs and draw gaps are in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|, exceeded by at most the share `beyond` of a correct worker's tokens."""
+    """Bound on |behavior − rescored logprob|. Of a correct worker's tokens, at most the share `beyond` exceeds this
+    bound."""
     draw_gap: float
     """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token; exceeded by
     at most the share `beyond`."""
     typical: float = math.inf
-    """Second bound on |behavior − rescored logprob|, exceeded by less than the share `often`. It depends on the exact
-    order of sums, so it is infinite (no test) before the calibration."""
+    """Second bound on |behavior − rescored logprob|. Of a correct worker's tokens, the share that exceeds this bound is
+    less than `often`. The bound depends on the exact order of sums, so it is infinite (no test) before the
+    calibration."""
     beyond: float = 0.002
     """Share of a correct worker's tokens whose deviation may exceed `logprob`. The same share applies to `draw_gap`."""
     often: float = 0.4
@@ -78,10 +83,12 @@ class Tolerance:
     wild: float = 5.0
     """If a token's deviation exceeds this multiple of `logprob` or `draw_gap`, rounding cannot explain it."""
     judges_draws: bool = True
-    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must always be the likeliest."""
+    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must always be the likeliest
+    tokens."""
     tail: float = 1e-9
-    """Minimum tail mass (`Rescored.tail_masses`) of a reported token if the noise selects another one. The probability
-    that a correct worker's token has a smaller tail mass is at most this number."""
+    """If the noise selects another token, the reported token must have at least this tail mass
+    (`Rescored.tail_masses`). The probability that a token of a correct worker has a smaller tail mass is at most this
+    number."""
 
 
 DEFAULTS = {
@@ -103,8 +110,9 @@ class CheckOutcome(StrEnum):
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 """The test that was decisive. `logprob`, `draw`: a value exceeds `Tolerance.logprob` or `Tolerance.draw_gap` too often
-or by too much. `unlikely`: the keyed noise does not select the token, which has a very low probability. `typical`: too
-many logprobs differ slightly, as under slightly different weights. `report`: a rule of `checks.py` is violated."""
+or by too much. `unlikely`: the keyed noise does not select the token, and the token has a very low probability.
+`typical`: too many logprobs differ slightly, as under slightly different weights. `report`: the report violates a rule
+of `checks.py`."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
@@ -128,8 +136,11 @@ class VerificationResult(msgspec.Struct, frozen=True):
 def judge(
     scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: float = math.inf
 ) -> VerificationResult:
-    """Check the tokens `first` … `end` − 1 of a trajectory; other workers generated the other tokens. `scores`: the
-    rescored tokens of the trajectory, one element per policy version."""
+    """Check one trajectory. `scores`: the rescored tokens of the trajectory, one element per policy version.
+
+    first, end: only the tokens at the positions `first` … `end` − 1 are checked, because other workers generated the
+    other tokens.
+    """
     num_tokens = beyond_logprob = beyond_draw = beyond_typical = 0
     for rescored, i, difference, gap in _deviations(scores, first, end, judges_draws=tolerance.judges_draws):
         if found := _wild_token(rescored, i, difference, gap, tolerance):
@@ -174,7 +185,8 @@ def _deviations(
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return the larger of mask gap and draw gap (`Rescored`). A sampled token with unknown noise has no draw gap."""
+    """Return the larger of a token's mask gap and draw gap (`Rescored`). If only the worker knows the noise, a sampled
+    token has the draw gap 0."""
     of_draw = rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
     return max(of_draw, rescored.mask_gaps[i]) if rescored.mask_gaps else of_draw
 
@@ -239,7 +251,10 @@ def _decided(
 
 def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
     """Return an upper bound on the probability that at least `beyond` of `num_tokens` tokens exceed a tolerance, each
-    with probability `share`: the Chernoff bound exp(−n · KL(beyond / n ‖ share)), or 1 if beyond ≤ n · share."""
+    with probability `share`.
+
+    This is the Chernoff bound exp(−n · KL(beyond / n ‖ share)), or 1 if `beyond` does not exceed the mean n · share.
+    """
     if not num_tokens or beyond <= share * num_tokens:
         return 1.0
     seen = beyond / num_tokens
@@ -249,7 +264,8 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """Statistics of the rescored tokens of one class's trusted workers: a sample of the values, and sums over all."""
+    """Statistics of the rescored tokens of all trusted workers of one class: a sample of the values, and sums over all
+    tokens."""
 
     differences: list[float] = field(default_factory=list)
     """Values of |behavior − rescored logprob|, in nats, for a uniform sample of the tokens."""
@@ -288,11 +304,14 @@ class Calibration:
                 seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return the tolerance of a class of workers: the default for its dtype until `min_tokens` of its tokens have
-        been observed. Afterwards, `logprob` and `draw_gap` are the product of `HEADROOM` and the (1 − `beyond`)
-        quantile of the observed values, and differ from the default at most by the factor `_MAX_FACTOR`. `draw_gap` is
-        at least twice `logprob`, because it is the distance between two bounds, which rounding may move in opposite
-        directions."""
+        """Return the tolerance of a class of workers. Until `min_tokens` tokens of the class have been observed, the
+        default for the class's dtype is returned.
+
+        Afterwards, `logprob` and `draw_gap` are computed from the observed values: each is the product of `HEADROOM`
+        and the (1 − `beyond`) quantile. They differ from the default at most by the factor `_MAX_FACTOR`. A draw gap is
+        the distance between two bounds, and rounding may move these bounds in opposite directions. Therefore `draw_gap`
+        is at least twice `logprob`.
+        """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
         seen = self._seen.get(worker_class)
@@ -331,8 +350,12 @@ class Calibration:
 
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
-    """Return a sentence if untrusted workers of a class are refused, because the sampling of their engine cannot be
-    checked and the engine is not of the recipe's `engine.kind` (`kind`); otherwise None."""
+    """Return the reason why untrusted workers of a class are refused, or None if they are accepted. Untrusted workers
+    are refused if the sampling of their engine cannot be checked.
+
+    `kind`: the recipe's `engine.kind`. Workers with an engine of this kind are accepted even if its sampling cannot be
+    checked.
+    """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
         return None
     return (

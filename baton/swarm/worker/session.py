@@ -40,7 +40,8 @@ class Prepare(msgspec.Struct, frozen=True):
 
     welcome: messages.Welcome
     is_new_hub: bool
-    """True if the engine must first discard all leases: they are of another hub process, whose ids may occur again."""
+    """True if the engine's leases are from another hub process. The engine must then first discard all leases, because
+    the new leases may have the same ids."""
 
 
 Command = (
@@ -100,7 +101,8 @@ class WorkerSession:
     def __init__(
         self, *, url: str = "", reconnect_timeout_s: float | None = None, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
-        """`reconnect_timeout_s`: as in `WorkerOptions`. `jitter`: returns a random factor of each reconnect delay."""
+        """`url`: address of the hub. `reconnect_timeout_s`: as in `WorkerOptions`. `jitter`: function that returns a
+        random factor for each delay before an attempt to reconnect."""
         self.key = ""
         """Key that the hub has issued; kept in memory until the process ends."""
         self.welcome: messages.Welcome | None = None

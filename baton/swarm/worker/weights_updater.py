@@ -29,7 +29,8 @@ class WeightsUpdater:
         on_event: Callable[[vs.Event], None],
         say: Callable[[str], None],
     ) -> None:
-        """`source`: returns the source at a relay's URL or, for None, at the hub. `near`: sources to try first."""
+        """`source`: function that returns the source of weights at a relay's URL or, for None, at the hub. `near`:
+        sources that are tried first."""
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._on_event, self._say = on_event, say

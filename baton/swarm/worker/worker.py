@@ -59,7 +59,8 @@ class WorkerOptions:
     url: str
     token: str
     ssl: SSLContext | aiohttp.Fingerprint | None = None
-    """Verifies the hub's certificate by a certificate authority (SSLContext) or by its fingerprint."""
+    """Determines how the hub's certificate is verified: by a certificate authority (SSLContext), or by its
+    fingerprint."""
     slots: int | None = None
     """Number of slots; None uses the recipe's key `engine.slots`."""
     store: str | None = None
@@ -93,8 +94,9 @@ class SwarmWorker:
         self._is_awake.set()
 
     async def run(self) -> None:
-        """Generate trajectories until `leave` is called or the run is complete. Raises UserError if the hub refuses the
-        worker, EngineFault if the engine fails, and DeadlineExceeded if no hub is reachable for too long."""
+        """Generate trajectories for the hub until `leave` is called, the run is complete or the hub refuses this worker
+        (UserError). Raises EngineFault if the engine fails, and DeadlineExceeded if no hub is reachable for too
+        long."""
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
         # an outage may break an idle connection, so a connection is reused only for the next chunk of the same transfer
@@ -142,9 +144,10 @@ class SwarmWorker:
         self._is_leaving.set()
 
     async def use_device(self, is_awake: bool | None) -> int:
-        """As `EngineDriver.use_device`; called in the event loop at the request of the run that started this worker.
-        A worker that has slept serves no version before the next announcement. The engine must have no valid leases.
-        Raises EngineFault."""
+        """False: free the engine's device memory; True: allocate the memory again; None: change nothing. Return the
+        bytes of device memory that the engine then uses. A worker that has slept serves no version before the next
+        announcement. Called in the event loop, at the request of the run that has started this worker. The engine must
+        have no valid leases. Raises EngineFault."""
         if is_awake is not None:
             (self._is_awake.set if is_awake else self._is_awake.clear)()
             self._on_weights(vs.SleepChanged(self._loop.time(), not is_awake))

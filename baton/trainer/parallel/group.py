@@ -54,7 +54,8 @@ class SingleRank:
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of this rank's parameters that another stage also has. Only that stage counts and saves them."""
+    """Names of this rank's parameters that another stage also has. Only the other stage counts them in norms and writes
+    them to checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Remove the layers of other stages from modules, shard the parameters in place, move them to the rank's
@@ -96,7 +97,8 @@ class SingleRank:
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return the `trouble` of the lowest rank that passed one, on every rank; None if all ranks passed None."""
+        """Return the same text on every rank: the `trouble` of the lowest rank that passed one, or None if all ranks
+        passed None."""
         return trouble
 
     def of_first(self, text: str) -> str:

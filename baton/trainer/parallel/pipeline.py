@@ -27,7 +27,8 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """`ranks`: for each stage, the rank that computes the same rows. `dtype`: dtype of the hidden states."""
+        """`ranks`: for each stage, the rank that computes the same rows as this rank. `dtype`: dtype of the hidden
+        states."""
         self.stage, self.num_stages = stage, len(ranks)
         self.is_last = stage == len(ranks) - 1
         self._ranks, self._dtype, self._device = ranks, dtype, device

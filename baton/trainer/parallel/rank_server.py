@@ -187,7 +187,8 @@ class RankServer:
         return self._outlet.open(transport, message.name, message.world_size, message.rules)
 
     def _sending(self, begin: Callable[[], dict[str, Any]]) -> messages.Sending:
-        """On rank 0, call `begin`. `Sending` reports an error: it is no Fault, because the trainer is unaffected."""
+        """On rank 0, return the result of `begin`. An error is reported in `Sending`, not as a Fault, because the
+        trainer is unaffected."""
         if self._place.rank:
             return messages.Sending({})
         try:

@@ -18,11 +18,13 @@ from baton.weights.direct.stream import BUCKET_BYTES
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
-"""Timeout in seconds of a request to the ranks, such as a step or a checkpoint, after which all ranks are ended."""
+"""Timeout in seconds of a request to the ranks (start, step, publication, checkpoint), after which all ranks are
+ended."""
 
 
 class RankedTrainer(Trainer):
-    """Trains a model sharded over ranks. Every request ends within `timeout_s`. RankLost: all ranks were ended."""
+    """Trains a model sharded over ranks. Every request ends within `timeout_s` with an answer or an error. RankLost
+    means that all ranks were ended."""
 
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
@@ -103,7 +105,8 @@ class RankedTrainer(Trainer):
         return self._sending(messages.SendBucket(name, index, dict(place)))
 
     def close_replica(self, name: str) -> None:
-        """If another request takes longer than `connect_s`, the request after it first closes the communicator."""
+        """If another request, such as a train step, takes longer than `connect_s`, the request after it first closes
+        the communicator."""
         self._unclosed.append(name)
         if self._end is None and self._lock.acquire(timeout=self._lock_s):
             try:
