@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import UserError
@@ -214,8 +214,16 @@ def random_run(
         world.run()
 
 
+RESTORES_MORE = RolloutSettings(
+    mode="partial", batch_groups=2, group_size=1, max_staleness=0, max_requeues=0, overprovision="auto"
+)
+"""With seed 94, a restart restores more groups than the scheduler would open at its first level of overprovision."""
+
+
 @settings(max_examples=SCHEDULES, deadline=None)
 @given(recipes(), st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans(), st.booleans())
+@example(RESTORES_MORE, 94, 5, True, False)
+@example(RESTORES_MORE, 94, 5, True, True)
 def test_every_invariant_holds_after_every_event(recipe, seed, num_wild, has_restarts, may_pause):
     """Conservation to the token, exact batches, bounded staleness, no double training, the order, no hang."""
     random_run(recipe, seed, num_wild, has_restarts=has_restarts, may_pause=may_pause)

@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timing]
 def test_kills_of_any_process_leave_the_weights_as_they_were_and_repeat_no_action(model: Path, tmp_path: Path) -> None:
     _, whole = play(Plan("sync", 1, 6, 4), model, tmp_path / "whole")
     kills = {"controller": 1, "worker": 1, "environment": 2}
-    report, found = play(Plan("sync", 1, 6, 4, kills), model, tmp_path / "killed")
+    for attempt in range(3):  # on a busy machine, the run may end before the kills
+        report, found = play(Plan("sync", 1, 6, 4, kills), model, tmp_path / f"killed{attempt}")
+        if sum(report.kills.values()) >= 3:
+            break
     assert sum(report.kills.values()) >= 3
     assert report.repeated_actions == 0
     assert report.unscored_episodes == 0

@@ -186,6 +186,14 @@ def test_checks_that_nobody_waits_for_do_not_accumulate(office, monkeypatch):
     assert office.actions.qsize() <= 1 + 5, "the first was with the scorer already, and 5 waited"
 
 
+def test_a_trajectory_that_is_only_warned_about_is_not_held(office, monkeypatch):
+    """When the first random selection is omitted, the user is warned, and nothing would release the trajectory."""
+    monkeypatch.setattr(baton.swarm.verification.policy, "MAX_HELD", 2)
+    office.script.may_score.clear()
+    assert [office.finish(group, (author("a"), 0, LENGTH)) for group in range(4)] == [True, True, False, False]
+    assert len(office.said) == 1
+
+
 def test_the_runs_own_workers_are_checked_only_where_it_asks_for_that(tmp_path, office):
     mine = author("mine", trusted=True, own=True)
     assert not office.finish(1, (mine, 0, LENGTH))

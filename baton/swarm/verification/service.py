@@ -121,7 +121,8 @@ class VerificationService:
         key = key_of(lease)
         claim = Claim(trajectory, lease.sampling, lease.noise_seed)
         banned = frozenset(a.worker for a, _, _ in parts if self.quarantine.reason(a.grant, a.worker))
-        return bool(self._handle_event(policy.TrajectoryFinished(self._clock(), key, claim, tuple(parts), banned)))
+        found = self._handle_event(policy.TrajectoryFinished(self._clock(), key, claim, tuple(parts), banned))
+        return any(isinstance(command, policy.CheckTrajectory) for command in found)
 
     def violated(self, author: policy.SegmentAuthor, sentence: str, name: str) -> policy.QuarantineRecord | None:
         """Handle a report that no correct worker sends. Return the record if the worker is newly quarantined."""
