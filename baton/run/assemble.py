@@ -611,7 +611,7 @@ def open_evaluator(
         own = recipe.model or ModelSettings(path=model_path)
         device = torch_device(own.device)
         dtype = torch_dtype(recipe.engine.dtype, device)
-        model = load_model(model_path, dtype=dtype, device=device, head_dtype=own.head_dtype)
+        model = load_model(model_path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
         episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
         timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens

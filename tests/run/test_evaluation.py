@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baton.errors import UserError
+from baton.policy.load import load_model
 from baton.records.evaluation import Z_95, Evaluation, share_interval
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.settings import RewardSettings
@@ -144,6 +145,22 @@ def test_a_device_without_memory_for_the_model_gets_advice(small: Any, monkeypat
     with pytest.raises(UserError, match=r"the device is out of memory: CUDA out of memory.*; lower engine.slots"):
         evaluated(small.run, num_prompts=2)
     assert len(closed) == 1
+
+
+def test_the_model_is_loaded_as_the_recipe_says(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.run import assemble
+
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text((small.run / "recipe.toml").read_text().replace('attention = "sdpa"', 'attention = "eager"'))
+    loaded = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        loaded.append(load_model(*arguments, **options))
+        return loaded[-1]
+
+    monkeypatch.setattr(assemble, "load_model", load)
+    evaluated(small.run, recipe, num_prompts=1)
+    assert [model.config._attn_implementation for model in loaded] == ["eager"]
 
 
 def test_a_run_of_an_earlier_version_can_be_evaluated(small: Any, tmp_path: Path) -> None:
