@@ -1,5 +1,4 @@
-"""Cases that CI omits, because a cheaper test or another case holds the same law: `BATON_ALL_STAGES=1` runs them, and
-makes property tests draw other cases in each run."""
+"""Cases that CI omits, because a cheaper test or another case holds the same law: `BATON_ALL_STAGES=1` runs them."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def status_of(monkeypatch: pytest.MonkeyPatch, status: HubStatus, *arguments: st
     body = msgspec.json.encode(msgspec.to_builtins(status)).decode("utf-8", "surrogatepass").encode("utf-8", "replace")
     found = msgspec.json.decode(body, type=HubStatus)
     monkeypatch.setattr("baton.swarm.hub.status.fetch_status", lambda *arguments: found)
-    monkeypatch.setattr("baton.swarm.auth.read_token_file", lambda path: "token")
+    monkeypatch.setattr("baton.cli.hub.read_token_file", lambda path: "token")
     result = CliRunner().invoke(cli.app, ["status", "http://127.0.0.1:1", "--token-file", "t", *arguments])
     assert result.exit_code == 0, result.output
     return result.output

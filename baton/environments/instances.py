@@ -150,22 +150,17 @@ class EnvironmentInstances:
         """Call the environment; return (result, seconds, random state). Calls that `serial` covers run one at a
         time."""
         serial = self._environments[request.environment].serial
-        with self._serial if serial in ("all", name) else nullcontext():
+        is_serial = serial == "all" or serial == name
+        with self._serial if is_serial else nullcontext():
             self.called_at[request.key] = time.monotonic()
             began_s = time.perf_counter()
             if random_state is not None:
-                random.setstate(random_state[0])
-                if random_state[1] is not None:
-                    sys.modules["numpy"].random.set_state(random_state[1])
+                _set_random_state(random_state)
             try:
                 result = method()
             except BaseException as error:
                 raise _Failed(f"{name} raised {describe_error(error)}", FailureCause.RAISED) from error
-            seconds, state_after = time.perf_counter() - began_s, None
-            if serial == "all":
-                numpy = sys.modules.get("numpy")
-                state_after = random.getstate(), None if numpy is None else numpy.random.get_state()
-            return result, seconds, state_after
+            return result, time.perf_counter() - began_s, _random_state() if serial == "all" else None
 
     def _record(self, key: EpisodeKey, instance: _Instance, result: tuple[Any, ...], seconds: float) -> None:
         text, reward, is_terminated, is_truncated, info = result
@@ -174,18 +169,17 @@ class EnvironmentInstances:
         outcome = number(reward)
         if isinstance(outcome, CallFailure):
             raise _Failed(f"the reward: {outcome.detail}")
-        text, environment, is_first = _sendable(text), instance.environment, not instance.observations
-        messages = environment.earlier_messages if is_first and isinstance(environment, ConversationPrompt) else ()
-        earlier = tuple(Message(_sendable(role), _sendable(content)) for role, content in messages)
+        text = _sendable(text)
+        earlier = _earlier(instance.environment) if not instance.observations else ()
         asked = "\n\n".join([*(message.content for message in earlier), text])
         digest = digest_of(asked, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
         instructions, canonical, tools = "", "", ()
-        if is_first:
-            instructions = _sendable(getattr(environment, "instructions", ""))
-            tools = tuple(getattr(environment, "rendered_tools", ()))
-            method = getattr(environment, "canonical", None)
+        if not instance.observations:
+            instructions = _sendable(getattr(instance.environment, "instructions", ""))
+            tools = tuple(getattr(instance.environment, "rendered_tools", ()))
+            method = getattr(instance.environment, "canonical", None)
             canonical = asked if method is None else _sendable(method())
         tool, success = info.get("tool"), info.get("success")
         instance.observations.append(
@@ -207,6 +201,22 @@ class EnvironmentInstances:
                 earlier,
             )
         )
+
+
+def _random_state() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+def _earlier(environment: object) -> tuple[Message, ...]:
+    messages = environment.earlier_messages if isinstance(environment, ConversationPrompt) else ()
+    return tuple(Message(_sendable(role), _sendable(content)) for role, content in messages)
 
 
 def _sendable(value: Any) -> str:

@@ -133,8 +133,13 @@ def load_model(
 def load_policy(model: ModelSettings, dtype: DTypeChoice) -> PreTrainedModel:
     """Load a recipe's model on its device, in the dtype of the engine. Raises UserError as `load_model` does."""
     device = torch_device(model.device)
-    own = torch_dtype(dtype, device)
-    return load_model(model.path, dtype=own, device=device, attention=model.attention, head_dtype=model.head_dtype)
+    return load_model(
+        model.path,
+        dtype=torch_dtype(dtype, device),
+        device=device,
+        attention=model.attention,
+        head_dtype=model.head_dtype,
+    )
 
 
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:

@@ -49,8 +49,9 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, not UTF-8, or a number with too many digits
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    found: dict[str, Any] = tree if path.parent == Path() else _with_paths_beside(tree, path.parent)
-    return found
+    if path.parent != Path():
+        tree = _with_paths_beside(tree, path.parent)
+    return tree
 
 
 def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
@@ -67,17 +68,8 @@ def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
     if not isinstance(model, ModelSettings):
         return recipe
     found = str(shipped(model.path) or model.path)
-    run = Path(found)
-    if (run / "run.json").is_file():
-        from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
-
-        checkpoint = newest_intact_checkpoint(run / "checkpoints", logger.warning)
-        if checkpoint is None:
-            raise UserError(
-                f"model.path: the run {run} has no checkpoint; give the directory of a model, such as that of "
-                "`baton sft`"
-            )
-        found = str(checkpoint)
+    if (Path(found) / "run.json").is_file():
+        found = _checkpoint_of_run(Path(found))
     return recipe.model_copy(update={"model": model.model_copy(update={"path": found})})
 
 
@@ -113,6 +105,18 @@ def _with_paths_beside(part: Any, directory: Path, key: str = "") -> Any:
     is_file = not is_function or file.endswith(".py")
     is_found = is_file and not Path(file).is_absolute() and (directory / file).exists()
     return f"{directory / file}{colon}{name}" if is_found else part
+
+
+def _checkpoint_of_run(run: Path) -> str:
+    """Return the path of a run's newest intact checkpoint. Raises UserError if the run has no intact checkpoint."""
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
+
+    found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
+    if found is None:
+        raise UserError(
+            f"model.path: the run {run} has no checkpoint; give the directory of a model, such as that of `baton sft`"
+        )
+    return str(found)
 
 
 def key_and_value(override: str) -> tuple[str, Any]:

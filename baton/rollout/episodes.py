@@ -267,9 +267,8 @@ class EpisodePlayer:
         log = tuple(Turn(exchange.action, exchange.digest) for exchange in opened.episode.exchanges)
         problem = opened.prompt.metadata
         seed, row, first_digest = problem["seed"], problem["row"], problem.get("first_digest", "")
-        attempt, action = self._episode_key(opened), self._action(trajectory)
-        request = ActRequest(attempt, prompt.task, seed, row, log, action, first_digest)
-        self._setup.inbox.client.submit(request)
+        episode, action = self._episode_key(opened), self._action(trajectory)
+        self._setup.inbox.client.submit(ActRequest(episode, prompt.task, seed, row, log, action, first_digest))
         return None
 
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:

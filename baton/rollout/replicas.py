@@ -166,7 +166,10 @@ class ReplicaTransport(WorkerTransport):
         return sum(self._free)
 
     def send(self, message: FromHub) -> None:
-        self._deliver(self._queue.take(message))
+        if isinstance(message, Lease):
+            self._queue.add(message)
+        else:
+            self._deliver(self._queue.abort(message))
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Raises EngineFault if no replica serves, and none is loading a version."""

@@ -34,7 +34,7 @@ from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
 from baton.records.lease_trace import LeaseTrace
-from baton.records.metrics import MetricsWriter, start_wandb
+from baton.records.metrics import MetricsWriter, WeightsAndBiases, start_wandb
 from baton.records.predictions import Predictions, RunPredictions, read_predictions
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
@@ -101,10 +101,13 @@ class RemoteParts:
     """The parts of a run that start processes on other machines. By default, there are none."""
 
     supervisor: WorkerSupervisor | None = None
+    """Starts workers."""
     start_ranks: StartRanks | None = None
+    """Starts the ranks of the trainer."""
     reward_places: Sequence[tuple[str, Launch]] = ()
     """The device of each process of a reward model, and the function that starts the process."""
     replicas: RemoteReplicas | None = None
+    """Starts vLLM engines."""
 
     @property
     def is_here(self) -> bool:
@@ -237,8 +240,9 @@ def build_loop(
 ) -> Loop:
     """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
 
-    A request through `stop` ends every wait of the loop except the wait for a train step. Raises UserError for mistakes
-    that can be detected before the first step. After this error, the run's directory is unchanged.
+    Locks the run's directory, and resolves the dtypes and the revisions of Hugging Face models and datasets. A request
+    through `stop` ends every wait of the loop except the wait for a train step. Raises UserError for mistakes that can
+    be detected before the first step. After this error, the run's directory is unchanged.
     """
     path, recorded = recipe.run.path, None
     if not resume:
@@ -291,12 +295,7 @@ def _open_loop(
     if recipe.swarm.is_on:  # after `open_run`: the hub keeps files in the run's directory
         port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, remote.supervisor)
         opened.callback(port.close)
-    metrics = MetricsWriter(
-        run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
-    )
-    opened.callback(metrics.close)
-    journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
-    opened.callback(journal.close)
+    metrics, journal = _open_records(recipe, run, lock, place, wandb, opened)
     most_tokens = recipe.engine.max_context_tokens
     worker = WorkerClient(port, recipe.rollout.stall_timeout_s, max_context_tokens=most_tokens, stop=stop)
     sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
@@ -376,6 +375,23 @@ def _open_trainer(
         assert isinstance(trainer, LocalTrainer | RankedTrainer)
         trainer.sleep()
     return trainer, save_checkpoint
+
+
+def _open_records(
+    recipe: Recipe,
+    run: RunDirectory,
+    lock: RunLock,
+    place: ResumePoint,
+    wandb: WeightsAndBiases | None,
+    opened: ExitStack,
+) -> tuple[MetricsWriter, Journal]:
+    metrics = MetricsWriter(
+        run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check, wandb=wandb
+    )
+    opened.callback(metrics.close)
+    journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync", before_commit=lock.check)
+    opened.callback(journal.close)
+    return metrics, journal
 
 
 def train_here(
@@ -577,9 +593,11 @@ def evaluate_recipe(
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
     wanted = num_prompts or recipe.eval.num_prompts
-    with open_evaluator(
-        recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None), default_samples
-    ) as evaluator:
+
+    def chosen(mixture: TaskMixture) -> Sequence[Prompt]:
+        return mixture.held_out(wanted, or_fewer=num_prompts is None)
+
+    with open_evaluator(recipe, model_path, chosen, default_samples) as evaluator:
         results, groups = evaluator.evaluate(sampling, version=EVAL.number, samples=samples)
     if write_to is not None:
         write_responses(write_to, evaluator.encoder.tokenizer, groups)

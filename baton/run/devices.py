@@ -45,11 +45,12 @@ class DeviceLayout:
 def divide(
     num_gpus: int, trainer: Sequence[int], num_engines: int, *, each: int = 1, chosen: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each engine, `each` per engine. If there are too few GPUs, several engines use the same GPUs.
+    """Return the GPUs of each engine. Each engine gets `each` GPUs. If there are too few GPUs, several engines use the
+    same GPUs.
 
-    `chosen`: GPUs that engines may use; by default those without a trainer rank, or all GPUs if these are fewer than
-    `each`. Raises UserError if a chosen GPU does not exist, or if `each` is larger than the number of GPUs that engines
-    may use.
+    `chosen`: GPUs that engines may use. By default, engines may use the GPUs on which no trainer rank runs. If fewer
+    than `each` GPUs are without a trainer rank, engines may use all GPUs. Raises UserError if a chosen GPU does not
+    exist, or if `each` is larger than the number of GPUs that engines may use.
     """
     if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
         raise UserError(

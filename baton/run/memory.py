@@ -169,9 +169,10 @@ def processes_of(
     published version and the unwritten checkpoint.
 
     `layout`: this machine's GPUs; None if the run uses a CPU or other machines. On other machines, every process is
-    assumed to have its own GPU, but an embedded engine in the trainer's process shares the trainer's GPU. An engine of
-    kind `vllm` takes a fixed share of its GPUs' memory, and is counted only if its GPUs are in this machine.
-    `most_tokens`: number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`.
+    assumed to have its own GPU. There is one exception: an embedded engine in the trainer's process shares the
+    trainer's GPU. An engine of kind `vllm` takes a fixed share of its GPUs' memory. This engine is counted only if its
+    GPUs are in this machine. `most_tokens`: number of tokens of the largest microbatch, if this is smaller than
+    `most_tokens_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     has_engine = recipe.engine.kind == "embedded"

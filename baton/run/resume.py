@@ -120,11 +120,12 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function `take`, which takes a snapshot of the run and returns a function `write`. `write` atomically
-    writes the snapshot as a sealed checkpoint, and removes the checkpoints that are not kept. With
+    """Return a function `take`. Each call to `take` takes a snapshot of the run, and returns a function `write`.
+    `write` atomically writes the snapshot as a sealed checkpoint, and removes the checkpoints that are not kept. With
     `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory, so `write` may run in another
-    thread while the trainer continues. Otherwise `write` saves the state that the trainer has during the call. Raises
-    UserError if this system has no directory for files in host memory."""
+    thread while the trainer continues. Without `checkpoint.background`, `write` saves the state that the trainer has
+    during the call. Raises UserError if this system has no directory for files in host memory.
+    """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
     def write(state: LoopState, save: Callable[[Path], None]) -> SavedCheckpoint:

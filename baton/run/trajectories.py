@@ -15,7 +15,7 @@ from baton.errors import UserError
 from baton.files import write_whole
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.records.run_directory import RunDirectory, Source
-from baton.types import Author, Group, ScoredTrajectory, Segment
+from baton.types import Author, Exchange, Group, ScoredTrajectory, Segment, Trajectory
 
 ORDERS = ("best", "worst", "longest")
 NUM_EXAMPLES = 2
@@ -176,9 +176,7 @@ def read_trajectories(
     if not chosen:
         names = ", ".join(sorted({g.prompt.task for g in groups}))
         raise UserError(f"{path}, step {step} has no trajectory of task {task!r}; its tasks are {names}")
-    members = [(g, m) for g in chosen for m in g.members]
-    if is_correct is not None:
-        members = [(g, m) for g, m in members if m.judgement.is_judged and m.judgement.is_correct is is_correct]
+    members = [(g, m) for g in chosen for m in g.members if is_correct is None or _is(m, is_correct)]
     tokenizer = load_tokenizer(str(run.tokenizer))
     return [decode(tokenizer, step, g, member) for g, member in _ordered(members, order)[:limit]]
 
@@ -261,43 +259,63 @@ def decode(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajecto
 def _turns(
     tokenizer: Tokenizer, member: ScoredTrajectory
 ) -> Iterator[tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]]:
-    """Yield the turns of an episode, with the pieces of text and observation. The last turn has no exchange if it was
-    not sent to the environment."""
+    """Yield the turns of an episode, with the pieces of text and observation."""
     assert member.episode is not None
-    exchanges, last_path = member.episode.exchanges, len(member.paths) - 1
-    neighbours = zip((None, *exchanges), (*exchanges, None), (*exchanges[1:], None, None), strict=False)
-    for number, (before, exchange, after) in enumerate(neighbours, 1):
-        index = last_path if exchange is None else exchange.path
-        path = member.paths[index]
-        start = 0 if before is None or before.path != index else before.token_offset
-        middle = path.num_tokens if exchange is None else exchange.token_offset
-        end = path.num_tokens if after is None or after.path != index else after.token_offset
-        sampled = _by_policy(path.segments_between(start, middle))
-        if exchange is None and not sampled:
-            return
-        token_ids = [token for segment in sampled for token in segment.token_ids]
-        inserted = [s for s in path.segments_between(middle, end) if s.author is Author.ENVIRONMENT]
-        observed_ids = [token for segment in inserted for token in segment.token_ids]
+    exchanges = member.episode.exchanges
+    start, latest_path = 0, 0
+    for number, exchange in enumerate(exchanges, 1):
+        path = member.paths[exchange.path]
+        start = start if exchange.path == latest_path else 0
+        latest_path = exchange.path
+        following = exchanges[number] if number < len(exchanges) else None
+        end = following.token_offset if following is not None and following.path == latest_path else path.num_tokens
+        yield _turn(tokenizer, number, latest_path, path, (start, exchange.token_offset, end), exchange)
+        start = exchange.token_offset
+    last = len(member.paths) - 1
+    start = start if last == latest_path else 0
+    if _by_policy(member.trajectory.segments_between(start, member.trajectory.num_tokens)):  # not sent
+        end = member.trajectory.num_tokens
+        yield _turn(tokenizer, len(exchanges) + 1, last, member.trajectory, (start, end, end), None)
+
+
+def _turn(
+    tokenizer: Tokenizer,
+    number: int,
+    path_index: int,
+    path: Trajectory,
+    places: tuple[int, int, int],
+    exchange: Exchange | None,
+) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
+    """Decode a turn. `places`: indices, within the path, of the turn's start, the turn's end and the observation's
+    end."""
+    start, middle, end = places
+    sampled = _by_policy(path.segments_between(start, middle))
+    token_ids = [token for segment in sampled for token in segment.token_ids]
+    inserted = [s for s in path.segments_between(middle, end) if s.author is Author.ENVIRONMENT]
+    observed_ids = [token for segment in inserted for token in segment.token_ids]
+    if exchange is None:
+        observation: tuple[TextPiece, ...] = ()
+    elif observed_ids:
         observation = _pieces(tokenizer, observed_ids)
-        if exchange is not None and not observed_ids:
-            observation = (TextPiece(exchange.observation, False),)
-        versions, mean = _versions_and_mean(sampled)
-        shown = ShownTurn(
-            number,
-            index,
-            len(path.prompt_ids),
-            tokenizer.text(token_ids, keep_special=True),
-            len(token_ids),
-            versions,
-            mean,
-            min(logprob for segment in sampled for logprob in segment.behavior_logprobs),
-            None if exchange is None else "".join(piece.text for piece in observation),
-            len(observed_ids),
-            None if exchange is None else exchange.reward,
-            None if exchange is None else exchange.tool,
-            None if exchange is None else exchange.seconds,
-        )
-        yield shown, _pieces(tokenizer, token_ids), observation
+    else:
+        observation = (TextPiece(exchange.observation, False),)
+    versions, mean = _versions_and_mean(sampled)
+    shown = ShownTurn(
+        number,
+        path_index,
+        len(path.prompt_ids),
+        tokenizer.text(token_ids, keep_special=True),
+        len(token_ids),
+        versions,
+        mean,
+        min(logprob for segment in sampled for logprob in segment.behavior_logprobs),
+        None if exchange is None else "".join(piece.text for piece in observation),
+        len(observed_ids),
+        None if exchange is None else exchange.reward,
+        None if exchange is None else exchange.tool,
+        None if exchange is None else exchange.seconds,
+    )
+    return shown, _pieces(tokenizer, token_ids), observation
 
 
 def _sibling(member: ScoredTrajectory) -> Sibling:
@@ -340,6 +358,10 @@ def _by_policy(segments: Iterable[Segment]) -> list[Segment]:
 def _versions_and_mean(sampled: Sequence[Segment]) -> tuple[tuple[int, int], float]:
     logprobs = list(chain.from_iterable(segment.behavior_logprobs for segment in sampled))
     return (sampled[0].policy_version, sampled[-1].policy_version), sum(logprobs) / len(logprobs)
+
+
+def _is(member: ScoredTrajectory, is_correct: bool) -> bool:
+    return member.judgement.is_judged and member.judgement.is_correct is is_correct
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> tuple[TextPiece, ...]:

@@ -45,8 +45,10 @@ class SimulatedEnginePool(SimulatedTransport):
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):
-            message, self._is_due = self._script.limited(message), True
-        self._hand_over(self._queue.take(message))
+            self._queue.add(self._script.limited(message))
+            self._is_due = True
+        else:
+            self._hand_over(self._queue.abort(message))
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
         self._end_pause()

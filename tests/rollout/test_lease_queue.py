@@ -23,7 +23,7 @@ def assigned(queue: LeaseQueue) -> list[tuple[int, int]]:
 def test_a_group_stays_on_the_engine_with_the_most_free_slots_while_there_are_any() -> None:
     queue = LeaseQueue([2, 4])
     for number in range(8):
-        queue.take(lease(number, group=number // 3))
+        queue.add(lease(number, group=number // 3))
     assert assigned(queue) == [(0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (5, 1)], "groups of three; two leases wait"
     queue.ended(0, [finished(3), Report(4, 0, ())])
     assert assigned(queue) == [(6, 0)], "lease 4 has reported and goes on"
@@ -33,17 +33,17 @@ def test_a_group_stays_on_the_engine_with_the_most_free_slots_while_there_are_an
 def test_what_has_begun_goes_first_and_home() -> None:
     queue = LeaseQueue([4, 4])
     for number in range(4):
-        queue.take(lease(number, group=number))
+        queue.add(lease(number, group=number))
     assert assigned(queue) == [(0, 0), (1, 1), (2, 0), (3, 1)]
     queue.ended(1, [finished(1)])
-    queue.take(lease(5, group=5))
-    queue.take(Lease(4, lease(1, 1, num_tokens=3).trajectory, SamplingParams(8), 0, 0))
+    queue.add(lease(5, group=5))
+    queue.add(Lease(4, lease(1, 1, num_tokens=3).trajectory, SamplingParams(8), 0, 0))
     queue.ended(0, [finished(0), finished(2)])
     assert assigned(queue) == [(4, 1), (5, 0)], "engine 1 has one lease more, which is a quarter of its slots"
     queue.ended(1, [finished(4)])
     for number in range(6, 9):
         queue.leases[1].add(number)
-    queue.take(Lease(9, lease(1, 1, num_tokens=6).trajectory, SamplingParams(8), 0, 0))
+    queue.add(Lease(9, lease(1, 1, num_tokens=6).trajectory, SamplingParams(8), 0, 0))
     assert assigned(queue) == [(9, 0)], "engine 1 is full"
 
 
@@ -51,20 +51,20 @@ def test_an_abort_follows_its_lease_also_while_that_waits() -> None:
     queue = LeaseQueue([1, 1])
     first, second, third = (lease(number, group=number) for number in range(3))
     for one in (first, second, third):
-        queue.take(one)
+        queue.add(one)
     assert assigned(queue) == [(0, 0), (1, 1)]
-    assert queue.take(Abort(1)) == [(1, Abort(1))]
-    assert queue.take(Abort(2)) == [(0, third), (0, Abort(2))]
-    assert queue.take(Abort(3)) == [], "it has ended"
+    assert queue.abort(Abort(1)) == [(1, Abort(1))]
+    assert queue.abort(Abort(2)) == [(0, third), (0, Abort(2))]
+    assert queue.abort(Abort(3)) == [], "it has ended"
     assert assigned(queue) == []
 
 
 def test_an_engine_that_was_sent_an_aborted_lease_beyond_its_slots_gets_no_more() -> None:
     queue = LeaseQueue([1])
     for number in range(4):
-        queue.take(lease(number, group=number))
+        queue.add(lease(number, group=number))
     assert assigned(queue) == [(0, 0)]
-    queue.take(Abort(1))
+    queue.abort(Abort(1))
     assert assigned(queue) == [], "two leases, one slot"
     queue.ended(0, [finished(1)])
     assert assigned(queue) == []

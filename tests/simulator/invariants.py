@@ -72,7 +72,7 @@ class InvariantChecker:
         self._is_paused = False
         self._places = 0
         self._restored = 0
-        """Number of groups that were open at the last restart of the controller."""
+        """Number of groups that were open at the last restart of the controller, or the lowest number since."""
         self._counts: Counter[str] = Counter()
         """Category of tokens, such as generated or lost → number of tokens since the controller started."""
         self._leases: LeaseInvariants | None = None
@@ -284,6 +284,7 @@ class InvariantChecker:
             # overprovision = "auto" starts again at a lower level, so a restart may restore more groups
             most = max(rules.max_outstanding(scheduler.overprovision), self._restored)
             self.check(is_open <= most, "staleness", f"{is_open} groups are open, allowed {most}")
+            self._restored = min(self._restored, is_open)
         elif not self._world.lineage:
             made = len(self._trained) + is_open - 1
             bound = self._world.version + rules.max_staleness

@@ -89,7 +89,7 @@ class WholeWeights:
             check_fit(self._model, self._own, tensors)
             return tensors
         if is_adapter(tensors):
-            tensors = {**self.base, **dict(self._base.merged(self.base, tensors))}
+            tensors = {**self.base_tensors, **dict(self._base.merged(self.base_tensors, tensors))}
         check_fit(self._model, self._own, tensors)
         first = {id(p): name for name, p in self._model.named_parameters()}
         found: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ class WholeWeights:
         adapted_modules(self._own, tensors)
 
     @cached_property
-    def base(self) -> Mapping[str, Tensor]:
+    def base_tensors(self) -> Mapping[str, Tensor]:
         """Tensors of the base model. Raises EngineFault if `read_base` is None."""
         if self._read_base is None:
             raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")

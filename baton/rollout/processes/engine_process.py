@@ -42,11 +42,7 @@ def serve(descriptor: int) -> None:
         start = protocol.decode_to_engine(parent.receive_next())
         assert isinstance(start, protocol.Start), f"the first message must be Start, not {type(start).__name__}"
         scratch = start.scratch
-        from baton.policy.threads import set_up_threads
-        from baton.rollout.engines.factory import engine_of_model
-
-        set_up_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        engine = engine_of_model(start.model(), start.engine_settings(), start.version)
+        engine = _build(start)
         parent.send_all(protocol.encode(protocol.Serving(engine.version)))
         inbox: SimpleQueue[protocol.ToEngine | None] = SimpleQueue()
         threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
@@ -95,3 +91,11 @@ def _loop(parent: FrameSocket, inbox: SimpleQueue[protocol.ToEngine | None], eng
             parent.send_all(protocol.encode(protocol.Progress(tuple(reports), engine.stats)))
             last_sign_s = now
         running.difference_update(report.lease_id for report in reports if ends_lease(report))
+
+
+def _build(start: protocol.Start) -> Engine:
+    from baton.policy.threads import set_up_threads
+    from baton.rollout.engines.factory import engine_of_model
+
+    set_up_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return engine_of_model(start.model(), start.engine_settings(), start.version)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.types import FromHub, FromWorker, Lease, ends_lease
+from baton.types import Abort, FromHub, FromWorker, Lease, ends_lease
 
 HOMES_PER_SLOT = 8
 """The queue remembers the last engine of a trajectory. This number, multiplied by the number of slots of the pool, is
@@ -38,16 +38,17 @@ class LeaseQueue:
         self._homes: dict[str, int] = {}
         """Name of a trajectory → index of its last engine, in the order in which the trajectories were last sent."""
 
-    def take(self, message: FromHub) -> list[Handover]:
-        """Queue a lease, or return the messages that abort a lease. To abort a waiting lease, the queue first sends the
-        lease to an engine, because the scheduler expects a report of each abort and only engines send reports."""
-        number, found = message.lease_id, list[Handover]()
-        if isinstance(message, Lease):
-            (self._begun if message.trajectory.num_tokens else self._new)[number] = message
-            return found
+    def add(self, lease: Lease) -> None:
+        (self._begun if lease.trajectory.num_tokens else self._new)[lease.lease_id] = lease
+
+    def abort(self, abort: Abort) -> list[Handover]:
+        """Return the messages that abort a lease. A waiting lease is first sent to an engine, because the scheduler
+        expects a report of each abort and only engines send reports."""
+        number = abort.lease_id
+        found: list[Handover] = []
         if (waiting := self._begun.pop(number, None) or self._new.pop(number, None)) is not None:
             found.append(self._hand_over(0, waiting))
-        return [*found, *((engine, message) for engine, leases in enumerate(self.leases) if number in leases)]
+        return [*found, *((engine, abort) for engine, leases in enumerate(self.leases) if number in leases)]
 
     def assign(self) -> list[Handover]:
         """Return the waiting leases for which there are free slots, each with its engine. Leases of one group are sent

@@ -13,13 +13,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from baton.clock import time_left
 from baton.errors import DeadlineExceeded, EngineFault, Fault, UserError
 from baton.files import memory_directory
 from baton.frames import FrameSocket, end_children, exit_code, ready, start_child
@@ -47,6 +46,7 @@ class EngineProcess:
         self.leases = leases
         self.stats = EngineStats()
         self.socket, self.process = start_child("engine", threads=1, max_frame_bytes=protocol.MAX_FRAME_BYTES)
+        self.pid = self.process.pid
 
     def send(self, message: protocol.ToEngine) -> None:
         """Send a message, or queue it while the socket is full. Raises EngineFault if the process has exited."""
@@ -72,8 +72,8 @@ class EngineProcess:
     def _exit_error(self) -> EngineFault:
         code = exit_code(self.process)
         return EngineFault(
-            f"{self.name} (pid {self.process.pid}) ended with exit code {code} while {len(self.leases)} leases were "
-            "running; finished trajectories are in the journal: continue with --resume"
+            f"{self.name} (pid {self.pid}) ended with exit code {code} while {len(self.leases)} leases were running; "
+            "finished trajectories are in the journal: continue with --resume"
         )
 
 
@@ -125,12 +125,20 @@ class EnginePool(WorkerTransport):
         return [process.socket for process in self.processes]
 
     def send(self, message: FromHub) -> None:
-        self._hand_over(self._queue.take(message))
+        if isinstance(message, Lease):
+            self._queue.add(message)
+        else:
+            self._hand_over(self._queue.abort(message))
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
         self._hand_over(self._queue.assign())
-        for process, _ in self._take(0.0 if self._inbox else timeout_s):
-            raise AssertionError(f"{process.name} sent Serving without a request")
+        for process in self._ready(0.0 if self._inbox else timeout_s):
+            heard = process.receive()
+            assert not isinstance(heard, protocol.Serving), (
+                f"{process.name} sent {type(heard).__name__} without a request"
+            )
+            if heard is not None:
+                self._on_progress(process, heard)
         self._hand_over(self._queue.assign())
         messages, self._inbox = self._inbox, []
         return messages
@@ -165,35 +173,36 @@ class EnginePool(WorkerTransport):
             else:
                 process.send(message)
 
-    def _take(self, timeout_s: float) -> Iterator[tuple[EngineProcess, protocol.Serving]]:
-        """Receive messages; wait at most `timeout_s` for the first one. Keep the reports for `receive`, and yield the
-        confirmations of versions."""
+    def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
         by_socket = {process.socket: process for process in self.processes}
-        for socket in ready(by_socket, timeout_s):
-            process = by_socket[socket]
-            match process.receive():
-                case protocol.Serving() as serving:
-                    yield process, serving
-                case protocol.Progress(messages, stats):
-                    process.stats = stats
-                    self._inbox += messages
-                    for message in messages:
-                        self._trace.on_report(message)
-                    self._queue.ended(self.processes.index(process), messages)
-                case None:
-                    pass
+        return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
-        """Wait until every process serves a version. Keep the reports that arrive while waiting; their tokens were
-        generated before the new weights arrived."""
-        begin_s, left_s = time.monotonic(), time_left(self.timeout_s)
+        """Wait until every process serves a version. Keep the reports that arrive while waiting."""
+        begin_s = time.monotonic()
+        deadline = begin_s + self.timeout_s
         waiting = set(self.processes)
         while waiting:
-            if left_s() <= 0:
+            if (left_s := deadline - time.monotonic()) <= 0:
                 names = ", ".join(sorted(p.name for p in waiting))
                 raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self.timeout_s:.0f} s")
-            for process, serving in self._take(left_s()):
-                assert serving.version == version, f"{process.name} sent {serving} instead of Serving {version}"
-                waiting.discard(process)
-                now_s = time.monotonic()
-                self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
+            for process in self._ready(left_s):
+                heard = process.receive()
+                if heard is None:
+                    continue
+                if heard == protocol.Serving(version):
+                    waiting.discard(process)
+                    now_s = time.monotonic()
+                    self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
+                else:  # the message has reports of tokens that were generated before the new weights arrived
+                    assert isinstance(heard, protocol.Progress), (
+                        f"{process.name} sent {heard} instead of Serving {version}"
+                    )
+                    self._on_progress(process, heard)
+
+    def _on_progress(self, process: EngineProcess, progress: protocol.Progress) -> None:
+        process.stats = progress.stats
+        self._inbox += progress.messages
+        for message in progress.messages:
+            self._trace.on_report(message)
+        self._queue.ended(self.processes.index(process), progress.messages)

@@ -54,7 +54,8 @@ class ChartLine:
     """Whether to draw a moving mean in front of the raw values."""
 
 
-smooth = partial(ChartLine, is_smoothed=True)
+smoothed_line = partial(ChartLine, is_smoothed=True)
+"""A line with a moving mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,14 @@ class LineChart:
 
 
 LEARNING = (
-    LineChart("Training reward", "reward", (smooth("reward/mean", "mean of the batch"),)),
-    LineChart("Training accuracy", "correct, %", (smooth("accuracy/mean", "batch", GREEN),), repeats="reward/mean"),
+    LineChart("Training reward", "reward", (smoothed_line("reward/mean", "mean of the batch"),)),
+    LineChart(
+        "Training accuracy", "correct, %", (smoothed_line("accuracy/mean", "batch", GREEN),), repeats="reward/mean"
+    ),
     LineChart(
         "Groups without a learning signal",
         "groups, %",
-        (smooth("reward/zero_std_frac", "all rewards equal", GREY),),
+        (smoothed_line("reward/zero_std_frac", "all rewards equal", GREY),),
         "If all rewards of a group are equal, the group's advantages are zero.",
     ),
 )
@@ -91,7 +94,7 @@ RESPONSES = (
     LineChart(
         "Response length",
         "tokens",
-        (ChartLine("response_length/max", "longest", GREY), smooth("response_length/mean", "mean")),
+        (ChartLine("response_length/max", "longest", GREY), smoothed_line("response_length/mean", "mean")),
     ),
     LineChart(
         "Responses truncated at the maximum length",
@@ -100,8 +103,8 @@ RESPONSES = (
     ),
 )
 OPTIMISATION = (
-    LineChart("Entropy of the policy", "nats per token", (smooth("policy/entropy", "entropy"),)),
-    LineChart("Gradient norm", "norm before clipping", (smooth("policy/grad_norm", "norm", PURPLE),)),
+    LineChart("Entropy of the policy", "nats per token", (smoothed_line("policy/entropy", "entropy"),)),
+    LineChart("Gradient norm", "norm before clipping", (smoothed_line("policy/grad_norm", "norm", PURPLE),)),
     LineChart(
         "Logprob difference, engine and trainer",
         "nats",
@@ -122,7 +125,7 @@ OPTIMISATION = (
     LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates"),)),
 )
 EPISODES = (
-    LineChart("Turns per episode", "turns", (smooth("env/turns_mean", "mean"),)),
+    LineChart("Turns per episode", "turns", (smoothed_line("env/turns_mean", "mean"),)),
     LineChart(
         "How episodes end",
         "episodes, %",
@@ -144,14 +147,17 @@ EPISODES = (
     LineChart(
         "Train step spent waiting for environments",
         "step, %",
-        (smooth("env/wait_frac", "no trajectory is generated", ORANGE),),
+        (smoothed_line("env/wait_frac", "no trajectory is generated", ORANGE),),
     ),
 )
 SPEED = (
     LineChart(
         "Tokens per second",
         "tokens/s",
-        (smooth("perf/generate_tokens_per_s", "while generating", SKY), smooth("perf/throughput", "over whole steps")),
+        (
+            smoothed_line("perf/generate_tokens_per_s", "while generating", SKY),
+            smoothed_line("perf/throughput", "over whole steps"),
+        ),
     ),
 )
 
@@ -163,7 +169,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
     if len(parts) > 1:
         named = zip(parts, cycle(SERIES), strict=False)
-        lines = tuple(smooth(name, label_of(name.split("/")[1]), colour) for name, colour in named)
+        lines = tuple(smoothed_line(name, label_of(name.split("/")[1]), colour) for name, colour in named)
         yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
 
 
@@ -197,8 +203,8 @@ def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[ChartLi
         if line.is_smoothed and len(values) > window:
             alpha = 0.5 if len(values) <= 200 else 0.3
             axes.plot(curve.steps, values, marker=marker, color=line.colour, alpha=alpha, lw=0.9, ms=2.5)
-            smooth = chart.scale * curve.smoothed(window)
-            axes.plot(curve.steps, smooth, color=line.colour, lw=2.2, label=line.label)
+            mean = chart.scale * curve.smoothed(window)
+            axes.plot(curve.steps, mean, color=line.colour, lw=2.2, label=line.label)
         else:
             axes.plot(curve.steps, values, marker=marker, color=line.colour, ms=3, label=line.label)
     if axes.get_yscale() == "linear" and all(curve.values.min() >= 0 for _, curve in curves):

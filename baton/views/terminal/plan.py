@@ -132,7 +132,8 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return throughput, its ratio to that of `reference`, price per hour, and price per million trained tokens."""
+    """Return four cells of a table: the plan's throughput, the ratio of this throughput to that of `reference`, the
+    price per hour, and the price per million trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",

@@ -229,11 +229,16 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
     """Return one `Prefix` per row of a prefill cache: a copy of `lengths[row]` positions from `start` on."""
-    states = [s for side in ("keys", "values") for layer in cache.layers if (s := getattr(layer, side)) is not None]
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
 
     def cut(row: int, length: int) -> list[Tensor]:
-        parts = (s[row, :, start : start + length].transpose(0, 1) for s in states)
-        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        part = slice(start, start + length)
+        return [
+            s[row, :, part].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            for s in states
+            if s is not None
+        ]
 
     return [Prefix(cut(row, n), n) for row, n in enumerate(lengths)]
 

@@ -147,21 +147,23 @@ class SglangClient(EngineClient):
         if holds != label:
             raise EngineFault(f"{self.name} was sent weights {label} and reports that it serves {holds}")
 
-    async def _ask(self, method: str, path: str, *others: str, body: Any = None, is_json: bool = True) -> Any:
-        """Send one request that is not a stream, and return the response. If the server does not have `path` (status
-        404), request the first of `others` that it has. Raises EngineFault if no response arrives, or if the response
-        is too long or its status is not 200."""
-        what = f"{self.name}: {method} {path}"
-        try:
-            async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:
-                if others and answer.status == 404:
-                    return await self._ask(method, *others, body=body, is_json=is_json)
-                if answer.status != 200:
-                    said = (await answer.content.read(500)).decode(errors="replace").strip()
-                    raise EngineFault(f"{what}: HTTP {answer.status}: {said}")
-                return await wire.read_json(answer.content, _LONGEST_ANSWER) if is_json else None
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineFault(f"{what}: {type(error).__name__}: {error}") from error
+    async def _ask(self, method: str, *paths: str, body: Any = None, is_json: bool = True) -> Any:
+        """Send one request that is not a stream, and return the response. The request goes to the first of `paths` that
+        the server has: it answers 404 for others. Raises EngineFault if no response arrives, or if the response is too
+        long or its status is not 200."""
+        for path in paths:
+            what = f"{self.name}: {method} {path}"
+            try:
+                async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:
+                    if answer.status == 404 and path != paths[-1]:
+                        continue
+                    if answer.status != 200:
+                        said = (await answer.content.read(500)).decode(errors="replace").strip()
+                        raise EngineFault(f"{what}: HTTP {answer.status}: {said}")
+                    return await wire.read_json(answer.content, _LONGEST_ANSWER) if is_json else None
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                raise EngineFault(f"{what}: {type(error).__name__}: {error}") from error
+        raise AssertionError("no path was given")
 
 
 def ask_servers(urls: Sequence[str], *, key: str | None, timeout_s: float) -> list[wire.ServerInfo | str]:

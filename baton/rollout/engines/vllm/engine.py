@@ -122,7 +122,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def load_base(self) -> None:
         """Load the base weights on which adapters act; the engine still serves no version."""
         self.client.pause()
-        self._load_tensors(self._weights.whole(self._weights.base), self.version, "base")
+        self._load_tensors(self._weights.whole(self._weights.base_tensors), self.version, "base")
         self.client.resume()
 
     def sleep(self) -> None:
