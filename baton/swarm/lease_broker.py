@@ -32,11 +32,11 @@ from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkL
 MAX_REFUSALS = 64
 """A worker is disconnected if it has refused more than this number of leases since its last accepted report."""
 MAX_PROVENANCE = 200_000
-"""Maximum number of trajectories without a lease whose authors the broker stores, so that it can revoke the
-trajectories. The oldest records are removed first."""
+"""The broker stores the authors of trajectories without a lease, so that it can revoke these trajectories. This is the
+maximum number of such trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""A replacement is stored until the controller requests the revoked trajectory again. This is the maximum number of
-stored replacements."""
+"""Maximum number of stored replacements. A replacement is the finished trajectory that replaces a revoked trajectory
+(`ReplaceTokens`). It is stored until the controller requests the revoked trajectory again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
@@ -98,9 +98,9 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the tokens that have been committed so far."""
     num_sent: int
-    """Number of tokens that the controller has. The last report of a trajectory, with its tokens, is sent when the
-    trajectory is verified. A run that is killed before that then resumes at an unfinished trajectory that does not
-    contain its end token."""
+    """Number of tokens that the controller has. The controller gets the last report of a trajectory, with its tokens,
+    only after the verification. If the run is killed earlier, the controller thus has an unfinished trajectory without
+    its end token, from which the run resumes."""
     spans: list[Span] = field(default_factory=list)
     """The workers that generated the committed tokens, including the tokens of earlier leases."""
     leases: list[int] = field(default_factory=list)
@@ -183,8 +183,8 @@ class LeaseBroker:
         return self.handle(event)
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """Record a message of a worker. `version`: number of the version that the worker serves; None if this version
-        is not of the run's lineage, or the worker is not connected."""
+        """Record a message of a worker. `version`: number of the version that the worker serves. None if this process
+        has not published this version, if workers may no longer serve it, or if the worker is not connected."""
         before, since_s = self._served.get(worker, (version, 0.0))
         if version is not None and version != before:
             now_s = self.clock()
@@ -203,8 +203,8 @@ class LeaseBroker:
         return worker in self._authors
 
     def trained(self, keys: Iterable[Key]) -> None:
-        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more, and the
-        workers that have left and generated no tokens of other trajectories."""
+        """Forget the authors of trajectories that were trained on, because such trajectories cannot be revoked any
+        more. Also forget the workers that have left, unless they generated tokens of other trajectories."""
         for key in keys:
             self._provenance.pop(key, None)
         if self._authors <= self.table.workers.keys():
@@ -231,9 +231,9 @@ class LeaseBroker:
         )
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare the leases that a worker lists after a reconnection with the lease table. A lease that it does not
-        list ends, and its task is granted again. A listed lease that is no longer valid is dropped; one that was
-        recalled is recalled again."""
+        """Compare the leases that a worker lists after a reconnection with the lease table. A lease that the worker
+        does not list ends, and its task is granted again. A listed lease that is no longer valid is dropped. A listed
+        lease that was recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []

@@ -9,8 +9,8 @@ worker may hold one lease again.
 
 A lease is returned if the worker ends it (aborted, refused, or not listed after a reconnection) although the hub has
 not recalled it. A correct worker does so only at a change of version or after a broken connection. The tokens of a
-returned lease do not count as delivered. If more than `FREE_RETURNS` leases were returned beyond the finished ones,
-each further one also costs `LOST_LEASE_TOKENS`. `LeaseCredit` uses no clock and does no I/O.
+returned lease do not count as delivered. If a worker has returned over `FREE_RETURNS` more leases than it has finished,
+each further returned lease also costs `LOST_LEASE_TOKENS`. `LeaseCredit` uses no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LeaseCredit:
         self.tokens = max(_LEAST, self.tokens - LOST_LEASE_TOKENS)
 
     def give_back(self, num_tokens: int) -> None:
-        """Count a returned lease, which has delivered `num_tokens` tokens. Up to `FREE_RETURNS`, the limit falls at
-        most to that of a new worker."""
+        """Count a returned lease, which has delivered `num_tokens` tokens. While `returned` is at most `FREE_RETURNS`,
+        this does not reduce the limit below that of a new worker."""
         self.returned += 1
         least = min(self.tokens, 0.0) if self.returned <= FREE_RETURNS else _LEAST + LOST_LEASE_TOKENS
         self.tokens = max(least, self.tokens - num_tokens)

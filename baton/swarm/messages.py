@@ -176,8 +176,9 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 async def receive_unless_silent(receive: Callable[[], Awaitable[T]], timeout_s: float) -> T | None:
-    """Return the result of `receive`, or None if no frame arrives within `timeout_s` seconds. If the process pauses,
-    only one of the `SILENT_HEARTBEATS` short waits times out, and the next one reads the frames that have arrived."""
+    """Return the result of `receive`, or None if no frame arrives within `timeout_s` seconds. The function waits
+    `SILENT_HEARTBEATS` times for a short time, because the process may have paused. After a pause, only one short wait
+    times out, and the next one reads the frames that have arrived."""
     for _ in range(SILENT_HEARTBEATS):
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation

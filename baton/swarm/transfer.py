@@ -26,8 +26,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
 """A transfer fails if no data arrive for this number of seconds."""
 _SLOWEST_BYTES_PER_S = 10_000.0
-"""A transfer fails if its rate in bytes per second stays below this value: `get_bounded` allows 2 × `_SILENCE_S`
-seconds without a byte, and each byte restores 1 / `_SLOWEST_BYTES_PER_S` of these seconds."""
+"""A transfer fails if its rate in bytes per second stays below this value. The deadline is at first 2 × `_SILENCE_S`
+seconds away. Each byte extends it by 1 / `_SLOWEST_BYTES_PER_S` seconds, at most to 2 × `_SILENCE_S` seconds."""
 
 
 class HttpSource:

@@ -118,8 +118,9 @@ class SwarmTransport(WorkerTransport):
         self.hub.call(lambda: self._members.broker.trained(keys))
 
     def mistrusted(self, suspects: Sequence[Suspect], groups: Sequence[Group], reason: str) -> Set[str]:
-        """As in `WorkerTransport`. The author of a token that an earlier process received is unknown and counts as
-        untrusted. If trusted workers generate wrong tokens, their later tokens end the run."""
+        """As in `WorkerTransport`. If an earlier process of the run received a token, the token's author is unknown and
+        counts as untrusted. If this author is in fact trusted, its later wrong tokens, whose author is known, end the
+        run."""
         paths = [(path, t) for group in groups for member in group.members for path, t in enumerate(member.paths)]
         seeds = path_seeds(self._members.verifier.noise_seed, 1 + max(path for path, _ in paths))
         keys = {(t.name, path): (seeds[path], t.group_id, t.sample_index) for path, t in paths}

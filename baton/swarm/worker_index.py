@@ -143,8 +143,8 @@ class WorkerIndex:
             self.offer_owner(owner)
 
     def offer_owner(self, owner: TokenOwner) -> None:
-        """If the owner may hold one more lease, add to the index, for each version, its least loaded worker with this
-        version. Must be called after the owner's limit, leases or workers have changed."""
+        """If the owner may hold one more lease, add the owner's least loaded worker of each version to the index. Must
+        be called after the owner's limit, leases or workers have changed."""
         for version, entries in list(owner.entries.items()) if owner.has_lease else ():
             top = self._first(entries)
             if top is None:
@@ -209,8 +209,8 @@ class WorkerIndex:
         return top
 
     def _first(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove outdated entries from the start of a heap, but none of owners that may hold no further lease. Return
-        the first entry that remains, or None."""
+        """Remove outdated entries from the start of a heap. Return the first entry that remains, or None. Unlike
+        `_top`, this method does not check whether the entry's owner may hold one more lease."""
         while entries and entries[0][3].stamp != entries[0][2]:
             heapq.heappop(entries)
         return entries[0] if entries else None

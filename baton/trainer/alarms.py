@@ -30,8 +30,8 @@ RowMismatch = tuple[Suspect, float, float, float]
 
 def excessive_mismatch(rows: Sequence[RowMismatch], settings: TrainerSettings, *, has_agreed: bool) -> str | None:
     """Return an error message if the logprobs of engine and trainer differ by more than the error limits in `settings`,
-    else None. The message names the trajectories without which the limits hold (`TrainingDiverged.suspects`), unless
-    these are all rows and `has_agreed` is False, so that no tokens show that engine and trainer agree elsewhere."""
+    else None. The message names the trajectories without which the limits hold (`TrainingDiverged.suspects`). It names
+    none if these are all rows and `has_agreed` is False (engine and trainer have not agreed in an earlier step)."""
     if not rows:
         return None
     current, mismatch = sum(row[1] for row in rows), sum(row[2] for row in rows)
@@ -42,7 +42,7 @@ def excessive_mismatch(rows: Sequence[RowMismatch], settings: TrainerSettings, *
     ):
         if value > limit:
             suspects = []
-            # first the rows that any cause includes, then those whose removal lowers the mean most
+            # first the rows above `diff_limit`, which are always named, then those whose removal lowers the mean most
             ordered = sorted(rows, key=lambda row: (row[3] <= diff_limit, kl_limit * row[1] - row[2]))
             for worst, own_current, own_mismatch, max_diff in ordered:
                 if max_diff > diff_limit or mismatch > kl_limit * current:

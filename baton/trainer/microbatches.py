@@ -171,9 +171,9 @@ def cut(
     all 0 get no microbatch. Rows without a backward pass and rows without a microbatch still count in the divisor of
     the loss. `keeps_masked`: keep rows without a trained token, because their logprobs or values affect the advantages
     of other rows. `multiples`: the row count and the width of a microbatch are rounded up to multiples of these two
-    numbers. `is_packed`: padding does not count towards `max_tokens_per_microbatch`. `shares_prompts`: rows with the
-    same prompt share its computation if this is estimated to cost less; tokens then count towards the maximum as in
-    `first_fit`. Requires a single rank.
+    numbers. `is_packed`: padding does not count towards `max_tokens_per_microbatch`. `shares_prompts` requires a single
+    rank: rows with the same prompt share the prompt's computation if this is estimated to cost less. Tokens then count
+    towards the maximum as in `first_fit`.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]

@@ -56,7 +56,7 @@ class TrainingSample:
     """[L] experts that the engine reported for each token: empty bytes for a token without a report, an empty tuple for
     a path without reports."""
     kept: tuple[bytes, ...] = ()
-    """[P] sampling mask of each token that the policy generated; empty if the engine reported no masks."""
+    """[P] sampling mask of each token of the policy: the token ids that sampling kept. Empty if none were reported."""
     advantages: FloatArray | None = None
     """[P] Advantage of each token of the policy; None until they are computed."""
 

@@ -27,9 +27,9 @@ class PublishedWeights:
 
     @classmethod
     def of_file(cls, version: PolicyVersion, path: Path, digests: Mapping[str, str]) -> PublishedWeights:
-        """Map the tensors of a safetensors file. The file is deleted when the tensors are freed. It is not deleted if a
-        publisher on this machine takes it over instead of copying it (`VersionFiles.adopt`). `digests`: name → digest
-        of the tensor, as the writer of the file has computed it."""
+        """Map the tensors of a safetensors file. The file is deleted when the tensors are freed. If a publisher on this
+        machine has adopted the file (`VersionFiles.adopt`), its data remains under the publisher's hard link.
+        `digests`: name → digest of the tensor, as the writer of the file has computed it."""
         from baton.weights.version_files import TensorsOfFile  # imports torch, which a simulation does not need
 
         return cls(version, TensorsOfFile(path, digests))

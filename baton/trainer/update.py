@@ -154,7 +154,7 @@ class Update:
                 inputs.append(one.micro.loss_inputs(scores.logprobs, one.fixed.proximal_logprobs))
         if not self.passes.parallel.pipeline.is_last:
             return found
-        for _ in range(2):  # the tokens in GSPO's ratio depend on the episodes that a correction drops
+        for _ in range(2):  # 1: the correction's sums; 2: GSPO's sums, without the tokens that the correction drops
             own = []
             for each, others in zip(inputs, found, strict=True):
                 row_sums = replace(each, elsewhere=others, own_sums={})

@@ -29,7 +29,7 @@ class _NoAnswer(WeightsFault):
 
 
 class _Silent(_NoAnswer):
-    """A source did not answer in time. All sources are asked only once more, because this takes as long again."""
+    """A source did not answer in time. All sources are asked only once more, because a round may take this long."""
 
 
 @dataclass(slots=True)

@@ -222,8 +222,8 @@ def _write_steps(writer: BitWriter, steps: Words) -> None:
 
 
 def _read_steps(reader: BitReader, count: int, word: int) -> Words:
-    """Read `count` differences. The function keeps the number of bits of each difference in one byte. Lists of the
-    differences that have bit 1, bit 2, … would take 8 bytes per entry, and damaged data can give every difference all
+    """Read `count` differences. To bound the memory, the function keeps the number of bits of each difference in one
+    byte. A list of indices for each bit would take 8 bytes per entry, and in damaged data every difference may have all
     bits of a word."""
     is_negative = reader.bits(count) == 1
     num_low = np.zeros(count, np.uint8)

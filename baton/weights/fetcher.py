@@ -93,8 +93,8 @@ class Fetcher:
         self._staged: _Staged | None = None
         """The held version as a flat buffer; None if this version is mapped from `shared`."""
         self._free: FlatFile | None = None
-        """The file of the version before the held one. If none of its tensors is still in use, the next version is
-        written into this file, so that the system need not allocate new pages."""
+        """The file of the version before the held one. Unless tensors of that old version are still in use, the next
+        version is written into this file, so that the system need not allocate new pages."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
         """Statistics of the last fetch."""

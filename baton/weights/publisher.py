@@ -4,8 +4,8 @@
                                         ▲                                                        │
                                         └───────── the version becomes the next base ◀───────────┘
 
-A version has a delta to the previously published version, unless it is the first version or its whole encoding is
-shorter. Every `keyframe_every`-th version also has a whole encoding, for workers that join. An adapter is published
+Each version except the first has a delta to the previously published version, unless the whole encoding is shorter than
+the delta. Every `keyframe_every`-th version also has a whole encoding, for workers that join. An adapter is published
 whole, because it is small.
 """
 
@@ -76,10 +76,10 @@ class Publisher:
 
         `when_shared`: called with the mapped tensors as soon as the version's file is complete. The version is encoded
         and stored for other machines after this call. `when_stored`: called once when other machines can fetch the
-        version. `later`: other machines can fetch a keyframe with a short delta before its whole encoding is stored.
-        For such a keyframe, this method passes a function to `later` and returns. The function stores the whole
-        encoding; it must be called once, in any thread, even while further versions are published. If `later` is None,
-        this method stores the whole encoding before it returns.
+        version. `later`: called for a keyframe with a short delta, which other machines can fetch before the whole
+        encoding is stored. The argument is a function that stores the whole encoding. The function must be called once,
+        in any thread, even while further versions are published. If `later` is None, this method stores the whole
+        encoding before it returns.
 
         If the trainer wrote `tensors` to a file, the publisher uses the digests that the trainer computed while
         writing. Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the

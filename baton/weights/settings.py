@@ -20,16 +20,16 @@ class WeightsSettings(Settings):
     the trainer's memory into the engine's memory, without files; requires engines of kind `vllm` that the run itself
     starts. On a CPU, `direct` uses gloo. On GPUs, `direct` uses vLLM's own transfer engines; this code has never been
     run. `sparse`: like `direct`, but an engine receives only the elements that differ from the version that it serves.
-    With `sparse`, the trainer keeps a copy of the served version; models with experts and quantised engines are
-    refused."""
+    With `sparse`, the trainer keeps a copy of the served version. `sparse` is refused for models with experts, and for
+    quantised engines."""
     dtype: DTypeChoice = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. All engines load the rounded weights, including an engine in the
     trainer's process."""
     keyframe_every: int = Field(default=10, ge=1)
     """Number of versions from one keyframe to the next. A keyframe is published as a whole, in addition to its delta.
-    Other versions are published only as a delta to the previous version, unless this delta is longer than half of the
-    version."""
+    Any other version is published only as a delta to the previous version. If its delta is longer than half of the
+    version, the version is published as a whole too."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
     """Maximum size of a chunk in MiB. A chunk is fetched and verified as one unit."""
     store: str | None = None

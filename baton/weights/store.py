@@ -42,7 +42,7 @@ class Store:
     store is also the `WeightsSource` of a machine that can read the directory or the URL."""
 
     distance = 0
-    """The nearest kind of source."""
+    """`WeightsSource.distance`: no source has a smaller number, so a store is queried first."""
 
     def __init__(self, where: str | Path) -> None:
         self.name = str(where)
@@ -129,8 +129,8 @@ class Store:
         """Remove the files that no machine needs any more; return the number of removed files.
 
         `live`: versions that a worker has or requests. `collect` keeps the `live` versions. It also keeps the latest
-        `keep` versions of the lineage in which this process published last or, if this process has published no
-        version, the latest `keep` versions of every lineage. If a kept version has only a delta, earlier versions back
+        `keep` versions of the lineage in which this process published last. If this process has published no version,
+        it keeps the latest `keep` versions of every lineage. If a kept version has only a delta, earlier versions back
         to a keyframe are kept too. A manifest is removed before its chunks, so a visible version always has its data.
         """
         with self._lock:

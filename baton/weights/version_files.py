@@ -75,7 +75,7 @@ class FlatFile:
         self._lent: weakref.ref[Bytes] | None = None
 
     def lend(self) -> Bytes:
-        """Return the mapped bytes. The caller makes tensors from these bytes, and other code may keep the tensors."""
+        """Return the mapped bytes. `is_lent` is true while any code uses tensors that the caller makes from them."""
         lent = self.bytes.view()
         self._lent = weakref.ref(lent)
         return lent
@@ -88,9 +88,9 @@ class FlatFile:
 
     @functools.cached_property
     def allows_mapped_writes(self) -> bool:
-        """Whether a completely written file should be changed in `bytes`, without `write`: only on tmpfs, which
-        overwrites its pages. On copy-on-write and network file systems, a change may fail and end the process with
-        SIGBUS. On ext4 it takes longer than `write`, because each page that was written back costs a page fault."""
+        """Whether a completely written file should be changed through `bytes`, without `write`. True only on tmpfs,
+        which overwrites its pages. On copy-on-write and network file systems, such a change may fail and end the
+        process with SIGBUS. On ext4, the change is slower than `write`: each page written back costs a page fault."""
         device = os.fstat(self._file.fileno()).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:

@@ -5,8 +5,9 @@ The threads of `in_any_order` do two kinds of work, in the order of the flat buf
     part ──▶ changed elements ─┐
     part ──▶ changed elements ─┴▶ tensors: copy the base, apply the changes, hash; a block at a time
 
-A block stays in the processor's cache from the copy to the hash. A part with many changes and a part of a large tensor
-are written before their tensors are hashed, which bounds the memory for changed elements.
+A block stays in the processor's cache from the copy to the hash. A part that has many changes or belongs to a large
+tensor is written as soon as it is decoded, and its tensors are hashed later. This bounds the memory for changed
+elements.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Tensors:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Tensors to write, and then a part to decode. One item for both keeps the items of all threads equally long."""
+    """Tensors to write, and then a part to decode. With both in one item, all items take about the same time."""
 
     num_bytes: int
     tensors: tuple[_Tensors, ...]
@@ -82,15 +83,15 @@ class VersionWriter:
 
     file: FlatFile
     before: Bytes
-    """The flat buffer of the base version. It may be `file.bytes`; then the version replaces its base."""
+    """The flat buffer of the base version. If it is `file.bytes`, the new version overwrites its base."""
     is_mapped: bool
     """Write to the mapping of `file` instead of the file, which saves a copy (`FlatFile.allows_mapped_writes`)."""
     is_hashed: bool
     """Whether digests are computed."""
 
     def write(self, way: Encoding, entries: tuple[TensorEntry, ...], take: Callable[[int], Pieces]) -> dict[str, str]:
-        """Write the version, and return the digest of each tensor by name, read from the mapping of `file`. `take`
-        returns the next bytes of the encoding. Raises DamagedPart, StorageFault, and the errors of `take`."""
+        """Write the version. Return the digest of each tensor by name, computed from the written bytes (`file.bytes`).
+        `take` returns the next bytes of the encoding. Raises DamagedPart, StorageFault, and the errors of `take`."""
         found: dict[str, str] = {}
         for digests in in_any_order(self._process, _items(way, entries, take), lambda item: item.num_bytes):
             found.update(digests)

@@ -66,7 +66,7 @@ class Membership:
         """`weight`: returns the `WorkerJoined.weight` of the workers that the run itself has started with the access
         token of this name."""
         self.welcome, self.broker, self.verifier = welcome, broker, verifier
-        # texts of workers are in these lines, also in errors of the decoder
+        # these lines may quote text that a worker sent; `visible` escapes its control characters
         self.say: Callable[[str], None] = lambda text: say(visible(text[: messages.MAX_TEXT], keep=""))
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -90,8 +90,8 @@ class Membership:
     # ---- commands of the broker --------------------------------------------------------------------------------------
 
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
-        """Execute the broker's commands in order. Commands that a command causes, such as a disconnection because a
-        queue is full, are executed last."""
+        """Execute the broker's commands in order. The execution of a command may result in further commands, such as a
+        disconnection because a queue is full. These further commands are executed last."""
         self._commands.extend(commands)
         if self._is_executing:
             return

@@ -76,7 +76,7 @@ class Peer:
     served: int | None = None
     """Number of the version that the worker serves; None if it serves none that this hub process has published."""
     is_limited: bool = False
-    """Whether the hub has said that the worker returns too many leases."""
+    """Whether the hub has told the user that the worker returns too many leases; the message is printed only once."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     """(time in seconds, value of the engine's token counter) at each of the last heartbeats."""
 

@@ -34,16 +34,16 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""A trajectory that waits for its check is late if no check has had a result for this time: the first number in
-seconds, plus the second number in seconds per token."""
+"""A check is late if it waits longer than its limit, and no check has had a result for that time. The limit is the
+first number, in seconds, plus the second number, in seconds, for each token of the trajectory."""
 MAX_HELD = 256
 """While this many trajectories wait for their checks, no further trajectory is selected at random. Trajectories that
 must always be checked are still held back: the batch waits for them, and the scheduler limits their number."""
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Maximum number of trajectories for which the policy stores how often they were generated again, also after a release,
-because a later turn may be uncheckable too."""
+"""The policy stores how often each uncheckable trajectory was generated again. This is the maximum number of stored
+counts. A count is kept after the trajectory's release, because a later turn may be uncheckable too."""
 REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
@@ -266,7 +266,7 @@ class VerificationPolicy:
         self._was_full = False
         """True if a random selection was omitted because `MAX_HELD` trajectories were held back."""
         self._now_s = self._result_s = 0.0
-        """Time of the last tick, and of the last tick before a check had a result, in seconds."""
+        """Time of the last tick in seconds, and the same time when a check last had a result."""
         self._held: dict[Key, tuple[Case, float]] = {}
         """Trajectory that is held back → (check, time in seconds since which it is held back)."""
         self._remade: OrderedDict[Key, int] = OrderedDict()

@@ -4,7 +4,8 @@
           └────────── follow, at every tick ──────┘
 
 The file is append-only. A `LiftRecord` ends all earlier quarantines of the workers that it names. If the disk is full,
-a new record is in force, and every tick tries to write it. A record that is not written before the run ends is lost.
+a new record is in force nevertheless, and every tick tries to write it. A record that is not written before the run
+ends is lost.
 """
 
 from __future__ import annotations

@@ -308,9 +308,9 @@ class Calibration:
         default for the class's dtype is returned.
 
         Afterwards, `logprob` and `draw_gap` are computed from the observed values: each is the product of `HEADROOM`
-        and the (1 − `beyond`) quantile. They differ from the default at most by the factor `_MAX_FACTOR`. A draw gap is
-        the distance between two bounds, and rounding may move these bounds in opposite directions. Therefore `draw_gap`
-        is at least twice `logprob`.
+        and the (1 − `beyond`) quantile. They differ from the default at most by the factor `_MAX_FACTOR`. A draw gap
+        compares two numbers (for greedy decoding, two logits), and rounding may move these in opposite directions.
+        Therefore `draw_gap` is at least twice `logprob`.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)

@@ -87,7 +87,7 @@ class SwarmWorker:
         self._is_leaving = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
         self._cancellation: asyncio.TimerHandle | None = None
-        """Cancels `run` after `leave`, until the engine is closed."""
+        """Timer that cancels `run` at most `GOODBYE_S` seconds after `leave`; None before `leave`."""
         self._engine: EngineThread | None = None
         self._is_awake = asyncio.Event()
         """Cleared while the engine must not use its device (`use_device`)."""
@@ -151,7 +151,7 @@ class SwarmWorker:
         if is_awake is not None:
             (self._is_awake.set if is_awake else self._is_awake.clear)()
             self._on_weights(vs.SleepChanged(self._loop.time(), not is_awake))
-        if self._engine is None:  # it is not built before `wake_up`
+        if self._engine is None:  # `_prepare` builds the engine only while the worker is awake
             return 0
         held = [0]
         await self._done_by(self._engine, lambda driver: held.append(driver.use_device(is_awake)))
@@ -170,7 +170,7 @@ class SwarmWorker:
                     url, headers=headers, max_msg_size=8 * messages.MAX_FRAME_BYTES
                 )
         except aiohttp.WSServerHandshakeError as error:
-            # without the header, the hub cannot read its file of tokens at the moment
+            # without this header, the token is not refused: the hub cannot read its token file at the moment
             is_invalid = error.headers is not None and error.headers.get("WWW-Authenticate") == INVALID_TOKEN
             if error.status == 403 or (error.status == 401 and (is_invalid or self.session.welcome is None)):
                 raise UserError(

@@ -59,8 +59,8 @@ class SingleRank:
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Remove the layers of other stages from modules, shard the parameters in place, move them to the rank's
-        device, and read parameters on the meta device from files. The first module is the policy, whose body a separate
-        critic copies."""
+        device, and read parameters on the meta device from files. The first module is the policy. A separate critic,
+        whose body is a copy of the policy's, is read from the policy's files."""
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
         """Set the stored tensors that `shard` later reads for `model`, which is on the meta device."""

@@ -1,7 +1,7 @@
 """Trainer ranks as processes of this machine, connected by socket pairs.
 
-If a rank exits, which is detected at once, or does not answer or read until a request times out, all ranks are ended.
-No rank survives this process: a rank exits when its socket closes, even within a collective.
+If a rank exits, or does not read or answer a request before the timeout, all ranks are ended. An exit is detected at
+once. No rank survives this process: a rank exits when its socket closes, even within a collective.
 """
 
 from __future__ import annotations

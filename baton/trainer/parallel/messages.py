@@ -43,7 +43,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     seed: int
     deterministic: bool | None = None
-    """Whether ranks use deterministic algorithms. None means that they use them only without CUDA."""
+    """Whether ranks use deterministic algorithms. None: ranks use these algorithms only without CUDA."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):

@@ -149,8 +149,8 @@ class RankServer:
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
         # With gloo, collectives time out earlier than the controller's request. The waiting ranks can then answer with
-        # a Fault, which shows which rank hangs. NCCL instead ends a process that waits too long, so its timeout is
-        # longer.
+        # a Fault, which shows which rank hangs. NCCL instead ends a process that waits too long, so the timeout with
+        # NCCL is longer than that of the request.
         timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -105,8 +105,8 @@ class RankedTrainer(Trainer):
         return self._sending(messages.SendBucket(name, index, dict(place)))
 
     def close_replica(self, name: str) -> None:
-        """If another request, such as a train step, takes longer than `connect_s`, the request after it first closes
-        the communicator."""
+        """Close a communicator after the running request, such as a train step. If that request takes longer than
+        `connect_s`, return before the communicator is closed; the next request then closes it first."""
         self._unclosed.append(name)
         if self._end is None and self._lock.acquire(timeout=self._lock_s):
             try:
