@@ -1,4 +1,5 @@
-"""The search space: candidate training shapes in a table, replica shapes as columns of an integer program."""
+"""The inputs of the planner and its search space: candidate training shapes in a table, replica shapes as columns of an
+integer program."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens; each iteration solve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import msgspec
 import numpy as np
@@ -48,7 +47,8 @@ class RolloutProgram:
         pools, levels = np.array(self._rows).T[:, :, None]
         self._matrix = np.where((self._pool == pools) & (self._gpus >= levels), self._gpus, 0.0)
         """[rows, columns] number of GPUs of a replica that count for this pool and level."""
-        self.fastest, self.reaches = cache(self._fastest), cache(self._reaches)
+        self._best: dict[tuple[object, ...], RolloutAllocation | None] = {}
+        self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, row: int | None) -> tuple[int, ...]:
         """Return how many GPUs the training shape in this table row leaves; without a row, how many there are. The
@@ -65,10 +65,23 @@ class RolloutProgram:
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
-    def _fastest(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
+    def reaches(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
+        """Return the replicas on `allowed` pools that generate the most tokens within `time_s`."""
+        key = left, allowed, time_s
+        if key not in self._most:
+            self._most[key] = self._solve(left, allowed, time_s)
+        return self._most[key]
+
+    def fastest(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
         """Return the replicas on `allowed` pools that generate a step's tokens in the shortest time, or None if no
         replica fits. `least_s` is the shortest useful rollout time: shorter rollouts are impossible or do not shorten
         the step."""
+        key = left, allowed, least_s
+        if key not in self._best:
+            self._best[key] = self._newton(left, allowed, least_s)
+        return self._best[key]
+
+    def _newton(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
         tokens = self._step.output_tokens
         usable = self._usable(left, allowed)
         if not usable.any():
@@ -98,8 +111,7 @@ class RolloutProgram:
         usable: Bools = fits & np.array(allowed, dtype=bool)[self._pool]
         return usable & (self._batch <= self._step.max_running)
 
-    def _reaches(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
-        """Return the replicas on `allowed` pools that generate the most tokens within `time_s`."""
+    def _solve(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
         gains = self._speed * np.maximum(0.0, time_s - self._pause)
         usable: Ints = np.nonzero(self._usable(left, allowed) & (gains > 0))[0].astype(np.int64)
         kept = self._undominated(usable, gains, left)

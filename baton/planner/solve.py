@@ -96,7 +96,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     if ceiling_s < np.inf and division_bound_s(problem) >= ceiling_s:
         return None
     if has_equal_links:
-        return describe(*solve(problem, method, time_limit_s), method)
+        of, solution = solve(problem, method, time_limit_s)
+        return describe(of, solution, method)
     found = [solve(problem, "exact", time_limit_s / 3)]
     least_s = found[0][1].bound_s
     views: list[View] = ["pessimistic"]
@@ -105,7 +106,7 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     if method != "exact":
         found.clear()
     found += [solve(make_problem(inputs, view), method, time_limit_s / 3) for view in views]
-    plans = [describe(*each, method) for each in found]
+    plans = [describe(of, solution, method) for of, solution in found]
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))

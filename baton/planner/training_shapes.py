@@ -73,6 +73,7 @@ class Pipelines(msgspec.Struct, frozen=True):
     """Candidate pipelines, or candidate mixed stages, on the same pools."""
 
     inputs: Inputs
+    """Only model and workload are used; cluster and efficiencies are those of `pools`."""
     pools: Pools
     order: Sequence[int]
     """The pools that train, in the order of the pipeline."""
