@@ -10,8 +10,8 @@ import msgspec
 from baton.planner.problem import AssignmentProblem
 
 Part = tuple[int, tuple[str, ...]]
-"""A number, and the GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a
-replica. The GPUs of a stage are in the order of its ranks."""
+"""An index, and the GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a
+replica. The index is that of a pool or of a replica shape. The GPUs of a stage are in the order of its ranks."""
 
 
 class GpuAssignment(msgspec.Struct, frozen=True):
