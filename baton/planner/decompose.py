@@ -59,7 +59,7 @@ class _Family(msgspec.Struct, frozen=True):
     most: Ints
     """Maximum number of tensor-parallel groups per stage."""
     split: Ints
-    """Layers over all stages of the pool."""
+    """Number of layers of all stages of the pool together."""
     layers: Floats
     """Layers of the stage with the most layers. On the last pool, the output head counts as `head_layers` layers."""
     head_layers: Floats
@@ -153,8 +153,8 @@ def _splits(num_layers: int, parts: int) -> Ints:
 
 
 def _passing(problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float) -> tuple[Ints, Ints]:
-    """Return the candidates whose step may take at most `step_s`: their rows, and the numbers of groups (dp) that such
-    a step requires, [pools of the pipeline, rows].
+    """Return the candidates whose step may take at most `step_s`: their rows, and the number of tensor-parallel groups
+    (dp) that each pool needs for such a step, [pools of the pipeline, rows].
 
     The first pass uses the shortest publication time of each row. The remaining rows are then tested once for each
     pool. The test for a pool uses the publication time to this pool, and assumes that only pools with at most this
@@ -185,7 +185,8 @@ def _sync_s(problem: AssignmentProblem, family: _Family) -> Floats:
 def _keeping_pace(
     problem: AssignmentProblem, family: _Family, rows: Ints, groups: Floats, left_s: Floats
 ) -> tuple[Ints, Floats]:
-    """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
+    """Return the rows whose pools can train within `left_s` [candidates], and the number of groups (dp) that each pool
+    then needs."""
     work = problem.inputs.work
     overhead = max(pool.place.efficiency.train_overhead_s for pool in problem.pools.pools)
     per_rank = work.computed_tokens / work.minibatches / work.longest_tokens
@@ -258,8 +259,9 @@ def _tail_s(problem: AssignmentProblem, kept_rows: _Family, groups: Floats) -> F
 
 
 def _holds(problem: AssignmentProblem, kept_rows: _Family) -> Bools:
-    """Return whether the layers fit into memory at the largest dp. The memory of the embedding counts only if the first
-    pool has one stage, and that of the output head only if the last pool has one stage."""
+    """Return whether the layers fit into memory at the largest dp. The embedding counts only if the first pool has one
+    stage, and the output head only if the last pool has one stage. If such a pool has several stages, the stage with
+    the most layers may be another one."""
     inputs, last = problem.inputs, len(kept_rows.order) - 1
     fits = np.ones(kept_rows.stages.shape[1], dtype=bool)
     in_flight = np.minimum(kept_rows.stages.sum(axis=0), microbatches(inputs.work, kept_rows.most.max(axis=0)))
@@ -285,7 +287,8 @@ def _realise(
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
-    """Turn the remaining rows into training shapes, with `SPARE` additional groups, and solve with these shapes."""
+    """Turn the remaining rows into training shapes, with `SPARE` additional groups, and search the plans with these
+    shapes. Return the problem with these shapes and its best solution; None if no plan is below `ceiling_s`."""
     share = MOST_CANDIDATES // sum(1 for rows, _ in passing if len(rows))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):

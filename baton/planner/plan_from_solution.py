@@ -42,8 +42,8 @@ def describe(problem: AssignmentProblem, solution: Solution, method: str, prefer
 
 
 def _on_pools(problem: AssignmentProblem, solution: Solution, pools: Pools) -> tuple[AssignmentProblem, Solution]:
-    """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
-    candidate. Also return the solution of this problem."""
+    """Return the problem with the link bandwidths of `pools`, and with the solution's training shape as the only
+    candidate. Also return the solution of the changed problem: the same shapes, with the times of these links."""
     inputs, only = problem.inputs, evaluated(_pipeline(problem, solution.row, pools))
     own = msgspec.structs.replace(
         problem,

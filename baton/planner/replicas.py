@@ -51,8 +51,8 @@ class RolloutProgram:
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, row: int | None) -> tuple[int, ...]:
-        """Return how many GPUs the training shape in this table row leaves; without a row, how many there are. The
-        result has one number for each pool and each level: the number of GPUs usable in groups of this size."""
+        """Return how many GPUs the training shape in this table row leaves; without a row, return how many there are.
+        The result has one number for each pool and level: the number of GPUs usable in groups of `level` GPUs."""
         room = [self._pools[pool].capacity(level) for pool, level in self._rows]
         if row is not None:
             gpus, groups = self._trained[row].tolist(), self._groups[row].tolist()
@@ -128,7 +128,7 @@ class RolloutProgram:
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
         """Return the columns that no other column dominates. Column a dominates column b of the same pool if a
-        generates at least as many tokens with at most as many GPUs, in groups of at most the same size. If the
+        generates at least as many tokens as b, and needs neither more GPUs nor GPUs in larger groups. If the
         staleness bound may limit the running trajectories, a must also run at most as many trajectories as b."""
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(

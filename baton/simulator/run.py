@@ -1,5 +1,4 @@
-"""Builds and runs a simulation of a setting. Also logs the simulation's events and commands, and keeps its trace
-spans."""
+"""Builds the simulation of a setting and runs it. If requested, logs events and commands, and keeps trace spans."""
 
 from __future__ import annotations
 

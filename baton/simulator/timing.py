@@ -86,7 +86,7 @@ Speed = FlatSpeed | CostSpeed
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the tokens that fit into a replica's KV cache, or infinity if slots have caches of fixed size."""
+    """Return the number of tokens that fit into a replica's KV cache; infinity if each slot has a fixed-size cache."""
     if work.engine_context_tokens:
         return math.inf
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
