@@ -272,7 +272,10 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 def save_merged(path: str, directory: Path, dtype: str) -> None:
     """Write a model with its tokenizer for other software. An adapter is merged in float32, and the merged weights are
-    rounded once, to `dtype`. The generation config names every id that ends a response."""
+    rounded once, to `dtype`.
+
+    The generation config names every id that ends a response, so other software ends responses at the same tokens.
+    """
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     ends = end_ids(model, tokenizer)

@@ -145,7 +145,8 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(*models: PreTrainedModel | None) -> None:
-    """On a CPU, let SDPA compute in float32 within bfloat16 autocast, because this is faster (`packing.py`)."""
+    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster on a CPU
+    (`packing.py`)."""
     prefer_packed_attention(*(model for model in models if model is not None and model.device.type == "cpu"))
 
 

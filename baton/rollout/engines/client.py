@@ -87,7 +87,8 @@ class EngineClient(ABC):
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop. `name`: name of the program in messages. `answer_timeout_s`: timeout of
-        each call. `close_s`: maximum seconds that `close` waits for `_stop`, and then for the thread."""
+        each call. `close_s`: `close` waits at most this number of seconds for `_stop`, and again at most this number of
+        seconds for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()

@@ -95,7 +95,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
-        masks also refuses leases without top-p and top-k; all other engines refuse leases with top-p or top-k."""
+        masks requires top-p or top-k, and raises UserError without them. An engine that does not report masks raises
+        UserError if top-p or top-k is set."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(

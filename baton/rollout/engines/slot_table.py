@@ -84,7 +84,8 @@ class RunningLease:
         self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.position = len(ids) - 1
-        """Position of the last id, counted from 0 at the start of the prompt: the input of the next decode step."""
+        """Position of the last id, counted from 0 at the start of the prompt. The last id is the input of the next
+        decode step."""
         self.pieces = pieces_of(trajectory)
         self._keys: dict[tuple[int, bool], tuple[PrefixKey, ...]] = {}
         self.kept: tuple[PrefixKey, ...] = ()

@@ -139,7 +139,8 @@ def api_key(settings: SglangSettings) -> str | None:
 
 
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`; None without adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
+    required if versions are adapters."""
     own = settings.sglang
     if own.url is None:
         raise UserError(

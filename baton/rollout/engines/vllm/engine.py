@@ -258,7 +258,8 @@ def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tu
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`; None without adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
+    required if versions are adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 
