@@ -131,12 +131,7 @@ def describe(
 
     `base`: a cluster file with the links, prices and GPU types to apply. `with_cpus`: whether machines without a GPU
     are included. If no usable machine has a GPU, all usable machines are included."""
-    notes = [
-        f"{m.name} is not used: {m.problem}; start Ray on it with --resources "
-        f"""'{{"{OWN_TYPE}NAME": {m.num_gpus or 1}}}', where NAME is a known GPU type"""
-        for m in found
-        if m.gpu is None
-    ]
+    notes = [f"{m.name} is not used: {m.problem}; {_advice(m)}" for m in found if m.gpu is None]
     usable = [machine for machine in found if machine.gpu is not None]
     if not with_cpus and any(machine.gpu != CPU for machine in usable):
         for machine in [m for m in usable if m.gpu == CPU]:
@@ -147,6 +142,13 @@ def describe(
             "no machine of the cluster can be used in a plan: " + ("; ".join(notes) or "the cluster has none")
         )
     return DescribedCluster(_settings(usable, name, base, notes), tuple(notes))
+
+
+def _advice(machine: Machine) -> str:
+    return (
+        f"""start Ray on it with --resources '{{"{OWN_TYPE}NAME": {machine.num_gpus or 1}}}', """
+        "where NAME is a known GPU type"
+    )
 
 
 def _settings(usable: Sequence[Machine], name: str, base: ClusterSettings | None, notes: list[str]) -> ClusterSettings:

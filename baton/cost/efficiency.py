@@ -1,5 +1,5 @@
-"""Efficiencies: the share of its peak performance that a GPU reaches in each phase. A calibration file replaces the
-defaults of this module."""
+"""Efficiencies: the share of its peak performance that a GPU reaches in each phase, and fixed times. A calibration file
+replaces the defaults of this module."""
 
 from __future__ import annotations
 

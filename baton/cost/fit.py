@@ -90,12 +90,12 @@ def fit(
     """Fit the efficiencies of decode, prefill and training by least squares of relative errors. Return the
     efficiencies, and the measurements with their predictions."""
 
-    def predictions(efficiency: Efficiency, of: Sequence[Measurement]) -> list[float]:
+    def predictions(efficiency: Efficiency, measured: Sequence[Measurement]) -> list[float]:
         tried = msgspec.structs.replace(place, efficiency=efficiency)
-        return [predicted_s(model, work, tried, devices, point) for point in of]
+        return [predicted_s(model, work, tried, devices, point) for point in measured]
 
-    def error(own: Sequence[Measurement], efficiency: Efficiency) -> float:
-        pairs = zip(predictions(efficiency, own), own, strict=True)
+    def error(measured: Sequence[Measurement], efficiency: Efficiency) -> float:
+        pairs = zip(predictions(efficiency, measured), measured, strict=True)
         return sum(math.log(seconds / point.seconds) ** 2 for seconds, point in pairs)
 
     found = _fit_train(model, work, place, devices, [point for point in points if point.phase == "train"])

@@ -98,15 +98,15 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
-    """Return the bytes of KV cache of a trajectory of `tokens` tokens, on the GPU with the largest part of this cache.
+    """Return the bytes that the KV cache of a trajectory of `tokens` tokens takes on the GPU with its largest part.
     If `tp` exceeds the number of KV heads, several GPUs hold copies of a head's cache."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
 
 def cache_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], batch: int) -> float:
-    """Return the bytes of KV cache of a replica that generates `batch` trajectories at once, on the GPU with the
-    largest part of this cache. A paged cache also has room for one trajectory of maximum length."""
+    """Return the bytes that the KV cache of a replica takes on the GPU with its largest part. The replica generates
+    `batch` trajectories at once. A paged cache also has room for one trajectory of maximum length."""
     if work.engine_context_tokens:
         tokens = max(work.engine_context_tokens, work.longest_tokens)
         return (max(SLOT_MULTIPLE, batch) + KEPT_CONTEXTS) * context_bytes(model, work, tp, layers, tokens)
@@ -213,8 +213,8 @@ def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
 
 
 def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
-    """Return the cost of a decode step per row of a fixed cache, in positions. It is the sum of two means over the
-    rows: the number of positions that a row reads, and the row's part of the cost of the length classes.
+    """Return the cost of a decode step per row of a fixed cache, in positions. This cost is the mean number of
+    positions that a row reads, plus the cost of the length classes divided by the number of rows.
 
     The rows are divided into the one to three classes that minimise this cost. `length_N`: lengths in ascending order;
     the longest row of a class has one of these lengths. `rows_N`: for each of these lengths, the number of rows that

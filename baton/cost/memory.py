@@ -49,7 +49,8 @@ values."""
 SLOT_MULTIPLE = 8
 """The number of slots of an engine is a positive multiple of this number (`engine.slots`)."""
 KEPT_CONTEXTS = 8
-"""An embedded engine may keep the keys and values of at least this number of contexts outside its slots."""
+"""Maximum number of contexts whose keys and values an embedded engine keeps outside its slots. On a CPU, an engine with
+many slots may keep more contexts."""
 GPU_CONTEXT_BYTES = 1.5e9
 """Assumed bytes of the CUDA context, NCCL's buffers, and workspaces of cuBLAS and attention."""
 PUBLISHED_COPY = "published copy"
@@ -216,7 +217,7 @@ def rank_phases(
     state = _state(model, how, first, last)
 
     residual = np.where(_is_rounded(how), 2.0, 4.0)
-    if np.any(how.is_stage):  # outputs that wait for their gradients, and a message
+    if np.any(how.is_stage):  # outputs that wait for their gradients, and a message between stages
         waiting = how.is_stage * ((1 - last) * in_flight + 1)
         state = (*state, Term("hidden states between stages", waiting * tokens * residual * model.hidden))
     if how.max_kept and how.on_cpu:
@@ -249,7 +250,7 @@ def rank_phases(
     of_forward = Term("gathered head", apart * last * 2 * wide * head)  # and its receive buffer
 
     product = 0.0 if how.on_cpu or wide == 4 else 4.0 * min(PRODUCT_ROWS, model.vocab) * model.hidden
-    product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or a cast of its sum to the gathered dtype
+    product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or the sum in the gathered dtype
     head_work = last * (trains_all * (4 * head + product) + (cast + apart * wide) * head + wide * tokens * model.hidden)
     of_head = Term("head and its gradient", head_work + is_sharded * wide * layer)
     # the gradient of the head, then that of each block, is reduced in float32 while the next gradient is computed
@@ -275,7 +276,7 @@ def rank_phases(
             "backward pass of the embedding", (*state, later, gathered, Term("gradient of the embedding", of_tables))
         ),
     ]
-    if how.moments_bytes < MOMENTS_BYTES:  # its largest tensor is the embedding, or the head
+    if how.moments_bytes < MOMENTS_BYTES:  # the largest tensor of the update is the embedding or the head
         found.append(Phase("update", (*state, Term("new moments in float32", MOMENTS_BYTES * head))))
     trained = how.adapter_params / model.num_layers if how.adapter_params else layer
     at_once = 0.0 if how.adapter_params else tables + model.other_params

@@ -3,7 +3,7 @@ generative model also decodes a reply, as an engine does (`generate.py`), with `
 
 Each GPU holds the whole model. A classifier scores one batch after another. Its time per trajectory is
 
-    max( FLOPs of prompt and response over FLOP/s , weights over bandwidth, divided by the batch ) + overhead / batch
+    max( FLOPs of prompt and response over FLOP/s ,  bytes of weights over (bandwidth · batch) ) + overhead / batch
 """
 
 from __future__ import annotations

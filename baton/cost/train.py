@@ -114,9 +114,9 @@ def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
     on the fastest type.
 
     If ranks exchange weights or gradients in each pass, all ranks run the same number of passes, and each microbatch
-    has at least one trajectory. If the speed of a rank were too low, it would therefore get fewer trajectories than the
-    fast ranks have passes. The lower limit is the ratio of the length of the longest trajectory to the size of the
-    largest microbatch.
+    has at least one trajectory. A rank with a very low speed would get fewer trajectories than the fast ranks have
+    passes, so speeds have a lower limit: the ratio of the length of the longest trajectory to the size of the largest
+    microbatch.
     """
     passes = [forward_passes(work, place.efficiency.backward) for place in places]
     speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]
@@ -148,10 +148,10 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
 def mixed_terms(
     model: ModelSpec, work: Workload, places: Sequence[DeviceClass], counts: Sequence[Array], bytes_per_s: Array
 ) -> list[StageTerms]:
-    """Return the coefficients of each GPU type of a mixed stage. Each time of the stage (such as the time of the
-    gradients) is that of the GPU type that takes longest. `counts`: number of ranks of each type. `bytes_per_s`
-    [candidates]: bandwidth of the slowest link between two machines of the stage. With `work.shard_size`, each copy of
-    the model is within one machine."""
+    """Return the coefficients of each GPU type of a mixed stage. The stage waits for the GPU type that takes longest,
+    in computation, in the exchange of gradients and in the optimiser update. `counts`: number of ranks of each type.
+    `bytes_per_s` [candidates]: bandwidth of the slowest link between two machines of the stage. With `work.shard_size`,
+    each copy of the model is within one machine."""
     shares = row_shares(work, rank_speeds(work, places), counts)
     ranks = np.sum(counts, axis=0)
     # a mixed stage is on several machines, even if it has few ranks
@@ -223,8 +223,8 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. Embedding and head are converted to a number of layers with as
-    many parameters, and count as these layers."""
+    """Return the gradient or optimiser time of a stage. Embedding and head count as the number of layers that have as
+    many parameters."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 

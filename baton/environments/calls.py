@@ -133,9 +133,9 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Number that this failure adds to the count of failed attempts: 1, unless the process ended and the episode cannot
-    be replayed. In this case, it is 1 divided by the number of calls that were running in the process, or 0 if the
-    episode had no running call or if the process was killed because another call exceeded its deadline."""
+    """Number that this failure adds to the count of failed attempts, normally 1. If the process ended and the episode
+    cannot be replayed, the number is 1 divided by the number of calls that were running in the process. It is 0 if the
+    episode had no running call, or if the process was killed because another call exceeded its deadline."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
@@ -162,7 +162,7 @@ class EnvironmentReady(msgspec.Struct, frozen=True, tag="EnvironmentReady"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="Alive"):
-    """A process sends this message while its calls are running. If the message is missing, the process has stopped;
+    """A process sends this message while its calls are running. If no message arrives, the process has stopped;
     otherwise its calls are only slow."""
 
 

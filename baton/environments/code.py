@@ -38,14 +38,14 @@ _FENCE = re.compile(r"(^[ \t]*)?```([^\n`]*)", re.MULTILINE)
 
 
 def last_code_block(text: str) -> str | None:
-    """Return the last complete block of Python code in Markdown; if no block is marked as Python, the last one without
-    a language. None if there is no such block."""
+    """Return the last complete block of Python code in Markdown; if no block is marked as Python, the last block
+    without a language. Return None if there is neither."""
     blocks: dict[bool, str] = {}
     """The last block that is marked as Python, and the last one without a language."""
     language, begin = None, 0
     for fence in _FENCE.finditer(text):
         label = fence[2].strip().lower()
-        # the name of a language at the start of a line begins a block, even if the last block has no end
+        # a fence with a language at the start of a line begins a block, even if the previous block has no end
         if language is None or (fence[1] is not None and re.fullmatch(r"[a-z][\w+#-]*", label)):
             language, begin = (label.split() or [""])[0], fence.end()
             continue

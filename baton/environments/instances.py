@@ -68,8 +68,8 @@ class EnvironmentInstances:
             self.called_at.pop(request.key, None)
 
     def discard(self, key: EpisodeKey, run: Callable[[Callable[[], None]], object] = lambda call: call()) -> None:
-        """Forget the instance of an episode, if there is one, and close it. A function that closes the instance is
-        passed to `run`, which must call this function, for example in another thread. By default, it is called
+        """Forget the instance of an episode, if there is one, and close it. `run` receives a function that closes the
+        instance, and must call this function, for example in another thread. The default calls the function
         immediately."""
         instance = self._instances.pop(key, None)
         if instance is not None and callable(close := getattr(instance.environment, "close", None)):

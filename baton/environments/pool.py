@@ -97,8 +97,8 @@ class EnvironmentPool:
         self._gone: set[calls.EpisodeKey] = set()
         """Episodes of environments with `replay = "never"` whose instance was lost."""
         self.never_replayed: tuple[str, ...] = ()
-        """Environments with `replay = "never"`. A restarted run does not know whether the pending turn of an open
-        episode was executed. In these environments, it must therefore start a new attempt of the episode."""
+        """Environments with `replay = "never"`. A restarted run does not know whether such an environment executed the
+        pending turn of an open episode, so the run must start a new attempt of the episode."""
         self._done: deque[calls.Observation | calls.ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []
@@ -333,7 +333,7 @@ class EnvironmentPool:
         if process.popen is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.popen.terminate()  # the supervisor kills the worker and all that its environments started
+            process.popen.terminate()  # the supervisor (`rewards/isolation.py`) then kills the worker's processes
         self._ending.append((process.popen, time.monotonic() + KILL_S))
         if process.pipe is not None:
             process.pipe.close()

@@ -2,7 +2,7 @@
 
 The child is `python -I -S sandbox.py`. Before the child executes the code, it permanently restricts itself:
 
-* rlimits limit memory, CPU time, and the size of files and the number of open files;
+* rlimits limit memory, CPU time, the size of files, and the number of open files;
 * Landlock (Linux 5.13) allows the child to read the files of Python and the system's libraries, and to make files in
   its empty working directory, but denies new directories and all other files;
 * seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, debugging
@@ -37,8 +37,8 @@ MAX_OUTPUT_BYTES = 2**20
 MAX_OPEN_FILES = 32
 MAX_FILES, MAX_FILES_MIB = 1000, 64
 POLL_S = 0.05
-"""Seconds between two checks of the working directory. Between them, code may exceed `MAX_FILES` and
-`MAX_FILES_MIB`."""
+"""Seconds between two checks of the working directory. Code may exceed `MAX_FILES` and `MAX_FILES_MIB` until the next
+check."""
 START_S = 10.0
 """Seconds that are added to the limit of wall time, because Python must start first."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -64,8 +64,8 @@ _FORBIDDEN = {
 _MMAP, _MAP_SHARED = {"x86_64": 9, "aarch64": 222}, 0x01
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
 _SCRATCH_ACCESS = sum(1 << bit for bit in (1, 2, 3, 5, 8, 14))
-"""Rights in the working directory: write, read, list, remove and make files, truncate. Without directories, because
-thousands of nested ones could not be removed."""
+"""Rights in the working directory: write, read, list, remove and make files, truncate. The code may not make
+directories, because thousands of nested directories could not be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _is_full(directory: str) -> bool:
 
 
 def seconds_queued(pid: int) -> float:
-    """Return for how many seconds a process was ready to run, but had no processor; 0 if the system does not say."""
+    """Return for how many seconds a process was ready to run, but had no processor; 0 if this is unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -285,7 +285,7 @@ def _main() -> None:
         _restrict_calls()
     if missing and not allow_unisolated:
         sys.exit(f"not isolated: {missing}")
-    os.write(begins, b"1")  # from here on, an error is that of the code
+    os.write(begins, b"1")  # from here on, the code causes all errors
     os.close(begins)
     exec(compile(source, "<code>", "exec"), {"__name__": "__main__"})
 

@@ -11,8 +11,8 @@ class EnvironmentSettings(Settings):
     """[environments] The processes that run environments. They start with the run."""
 
     processes: int = Field(default=2, ge=1)
-    """Number of environment processes. All calls of an episode run in the same process. If this process ends, they
-    continue in its replacement."""
+    """Number of environment processes. All calls of an episode run in the same process. If this process ends, the
+    episode continues in the process that replaces it."""
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of calls that run at once in all processes together; further calls wait in a queue."""
     timeout_s: float = Field(default=60.0, gt=0)

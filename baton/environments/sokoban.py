@@ -117,8 +117,8 @@ def _pulled(
 ) -> tuple[Cell, tuple[Cell, ...], int] | None:
     """Return (player, boxes, distance) of the best state that a depth-first search over reversed moves reaches. The
     score of a state is the product of two numbers: the sum of the distances between boxes and their targets, and the
-    number of times that a box was pulled after another box. The first pull counts too. States with a covered target
-    score 0. Returns None if all states score 0."""
+    number of pulls that moved another box than the pull before. The first pull counts too. States in which a box or the
+    player is on a target score 0. Returns None if all states score 0."""
     best, best_score = None, 0
     explored: set[tuple[Cell, frozenset[Cell]]] = set()
     stack = [(player, targets, 0, -1, search_depth)]

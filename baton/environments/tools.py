@@ -126,7 +126,7 @@ def accepted_by(function: Callable[..., Any], values: dict[str, Any]) -> dict[st
 
 
 def with_success(reward: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a reward and its `info`: if the reward is a number, `success` is whether it is at least 1."""
+    """Return a reward and its `info`. If the reward is a number, `info["success"]` states whether it is at least 1."""
     reward = waited(reward)
     return reward, {"success": float(reward) >= 1.0} if isinstance(reward, Real) else {}
 
@@ -153,10 +153,10 @@ class ToolEnvironment(ConversationPrompt):
         max_turns: int | None = None,
     ) -> None:
         """`tools`: functions or import paths. `family`: form of calls; the default is the form that the chat template
-        uses. `reward`: import path of a function that scores the last turn. The function receives the turn's text and
-        columns of the row; without a function, the reward is 0. `max_turns`: maximum number of turns; the task's
-        `max_turns` is the default and the upper limit. Raises UserError for an unknown family, or for a function that
-        cannot be imported or has no schema."""
+        uses. `reward`: import path of a function that scores the last turn. The function receives the turn's text, and
+        the columns of the row that it accepts as arguments. Without a function, the reward is 0. `max_turns`: maximum
+        number of turns; the task's `max_turns` is the default and the upper limit. Raises UserError for an unknown
+        family, or for a function that cannot be imported or has no schema."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]

@@ -68,7 +68,7 @@ def _serve(
             send(result)
 
     while True:
-        if select.select([pipe], [], [], tick_s)[0]:  # `frames.ready` would also send, beside the threads
+        if select.select([pipe], [], [], tick_s)[0]:  # `frames.ready` would also send, concurrently with the threads
             while (frame := pipe.receive()) is not None:
                 message: calls.ToEnvironment = msgspec.msgpack.decode(frame, type=calls.ToEnvironment)
                 match message:

@@ -10,8 +10,8 @@ import msgspec
 from baton.planner.problem import AssignmentProblem
 
 Part = tuple[int, tuple[str, ...]]
-"""A number, and the GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a
-replica. The GPUs of a stage are in the order of its ranks."""
+"""Pool and GPU names of one part of a plan. A part is a stage, the ranks of a mixed stage on one pool, or a replica.
+The GPUs of a stage are in the order of its ranks."""
 
 
 class GpuAssignment(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     stages: tuple[Part, ...]
     """For each stage, in the order of the training pipeline: its pool, and its GPUs. The GPUs of one tensor-parallel
     group are adjacent."""
-    replicas: tuple[Part, ...]
+    replicas: tuple[tuple[int, tuple[str, ...]], ...]
     """For each replica: index of its shape in `AssignmentProblem.columns`, and its GPUs in the order of its stages."""
     idle: tuple[tuple[int, str], ...]
     """(pool, GPU) of each GPU without a role."""
@@ -51,7 +51,7 @@ def assign(
     """
     table, pools = problem.table, problem.pools
     staged: dict[int, list[tuple[str, ...]]] = {}
-    replicas: list[Part] = []
+    replicas: list[tuple[int, tuple[str, ...]]] = []
     idle: list[tuple[int, str]] = []
     for k, pool in enumerate(pools.pools):
         free = [list(problem.inputs.cluster.nodes[place].gpu_ids) for place in pool.nodes]
@@ -68,6 +68,7 @@ def assign(
             by_node: dict[int, list[str]] = {}
             for placed in range(request.count):
                 node = _choose(free, request, prefer, by_node, request.group * (request.count - placed))
+                # GPUs that have this role already come first; both orders are by index
                 chosen = sorted(free[node], key=lambda gpu: prefer.get(gpu) != request.role)[: request.group]
                 by_node.setdefault(node, []).extend(gpu for gpu in free[node] if gpu in chosen)
                 free[node] = [gpu for gpu in free[node] if gpu not in chosen]

@@ -29,27 +29,30 @@ class RolloutBound:
 
     def __init__(self, problem: AssignmentProblem) -> None:
         self.tokens, gate = problem.step.output_tokens, problem.step.max_running
-        columns = problem.columns
-        pauses = [column.cost.pause_s for column in columns] or [0.0]
-        rates = [column.cost.tokens_per_s / column.num_gpus for column in columns] or [1.0]
+        self._num_pools = len(problem.pools.pools)
+        self._columns = problem.columns
+        pauses = [column.cost.pause_s for column in problem.columns] or [0.0]
+        rates = [column.cost.tokens_per_s / column.num_gpus for column in problem.columns] or [1.0]
         gpus = sum(pool.num_gpus for pool in problem.pools.pools)
         low = self.tokens / (gpus * max(rates))
         high = (self.tokens / min(rates) + max(pauses)) * 4  # the time of one GPU of the slowest shape, with a margin
         self.times = np.geomspace(low, high, GRID)
         prices = [0.0]
-        if np.isfinite(gate) and columns:
+        if np.isfinite(gate) and self._columns:
             middle = float(np.sqrt(self.times[0] * self.times[-1]))
-            highest = max(column.work(middle) / column.cost.batch for column in columns)
+            highest = max(column.work(middle) / column.cost.batch for column in self._columns)
             prices += [highest * 2.0**-power for power in range(PRICES - 1)]
-        self.tables = []
+        self.tables = [(self._table(price), price * gate if price else 0.0) for price in prices]
         """For each λ: φ_λ at each of `times`, shape [pools, times], and λ · `gate`."""
-        for price in prices:
-            best = np.zeros((len(problem.pools.pools), GRID))
-            for column in columns:
-                work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)
-                gain = (work - price * column.cost.batch) / column.num_gpus
-                np.maximum(best[column.pool], gain, out=best[column.pool])
-            self.tables.append((best, price * gate if price else 0.0))
+
+    def _table(self, price: float) -> Floats:
+        """Return φ_λ(T) for λ = `price`, shape [pools, times]."""
+        best = np.zeros((self._num_pools, GRID))
+        for column in self._columns:
+            work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)
+            gain = (work - price * column.cost.batch) / column.num_gpus
+            np.maximum(best[column.pool], gain, out=best[column.pool])
+        return best
 
     def times_s(self, gpus: Floats | Ints) -> Floats:
         """Return lower bounds on the rollout time [candidates], for `gpus` [candidates, pools]."""

@@ -1,5 +1,5 @@
-"""Estimates how certain a plan is: its throughput for the best and the worst values of the calibration's parameters,
-and the parameter whose change would first make other GPU types train.
+"""Estimates how certain a plan is. Two results show this: the plan's throughput for the best and the worst values of
+the calibration's parameters, and the parameter that needs the smallest change to make other GPU types train.
 
 In the cost model, a lower efficiency or a higher overhead makes times longer or leaves them equal. The throughput of
 every plan is therefore lowest under the calibration in which each parameter has the worst value of its range. To find

@@ -109,13 +109,14 @@ def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> Solution | 
 
 
 def _described(problem: AssignmentProblem, found: Solution, swap_s: float) -> Plan:
+    # trainer and engines use the same GPUs, one after the other
     training = assign(problem, found.row, [0] * len(problem.columns))
-    assigned = msgspec.structs.replace(training, replicas=assign(problem, None, found.rollout.counts).replicas)
+    assigned = msgspec.structs.replace(training, replicas=assign(problem, None, found.rollout.counts).replicas, idle=())
     least_s = division_bound_s(problem)
     swapped = msgspec.structs.replace(found, sync_s=found.sync_s + swap_s, bound_s=least_s)
     plan = describe_assigned(problem, swapped, "exact", assigned)
     why = "more GPUs would make neither training nor generation faster"
-    plan = with_others_idle(msgspec.structs.replace(plan, idle=()), problem.inputs.cluster, why)
+    plan = with_others_idle(plan, problem.inputs.cluster, why)
     total = plan.breakdown.step_s
     note = "the trainer's state stays in memory while engines generate"
     if swap_s:

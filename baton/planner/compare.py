@@ -1,5 +1,5 @@
-"""Plans alternatives to a plan: only one GPU type at the same price, fixed splits of the GPUs between trainer and
-rollout, colocation of both, and the division by the published method."""
+"""Plans alternatives to a plan: a cluster of one GPU type at the same price, fixed splits of the GPUs between trainer
+and rollout, trainer and engines that alternate on all GPUs, and the division by the published method."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def split_plan(inputs: Inputs, train_share: float) -> Plan:
-    """Return the best plan in which `train_share` of the GPUs of each type train. Raises UserError."""
+    """Return the best plan in which the share `train_share` of the GPUs of each type trains. Raises UserError if there
+    is none."""
     problem = make_problem(inputs)
     train = np.array([round(pool.num_gpus * train_share) for pool in problem.pools.pools], dtype=np.int64)
     found = evaluate_division(problem, RolloutProgram(problem), train)

@@ -59,7 +59,7 @@ class _Family(msgspec.Struct, frozen=True):
     most: Ints
     """Maximum number of tensor-parallel groups per stage."""
     split: Ints
-    """Layers over all stages of the pool."""
+    """Number of layers of all stages of the pool together."""
     layers: Floats
     """Layers of the stage with the most layers. On the last pool, the output head counts as `head_layers` layers."""
     head_layers: Floats
@@ -153,8 +153,8 @@ def _splits(num_layers: int, parts: int) -> Ints:
 
 
 def _passing(problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float) -> tuple[Ints, Ints]:
-    """Return the candidates whose step may take at most `step_s`: their rows, and the numbers of groups (dp) that such
-    a step requires, [pools of the pipeline, rows].
+    """Return the candidates whose step may take at most `step_s`: their rows, and the number of tensor-parallel groups
+    (dp) that each pool needs for such a step, [pools of the pipeline, rows].
 
     The first pass uses the shortest publication time of each row. The remaining rows are then tested once for each
     pool. The test for a pool uses the publication time to this pool, and assumes that only pools with at most this
@@ -168,8 +168,8 @@ def _passing(problem: AssignmentProblem, bound: RolloutBound, family: _Family, s
     kept = []
     for pool in range(len(problem.pools.pools)):
         left_s, reached = step_s - sync_s[:, pool], sync_s <= sync_s[:, [pool]] * (1 + 1e-9)
-        some, own = _keeping_pace(problem, family, rows, groups, left_s)
-        kept.append(_generating(problem, bound, family, some, own, left_s, reached))
+        kept_rows, own = _keeping_pace(problem, family, rows, groups, left_s)
+        kept.append(_generating(problem, bound, family, kept_rows, own, left_s, reached))
     all_rows, all_groups = zip(*kept, strict=True)
     return np.concatenate(all_rows), np.concatenate(all_groups, axis=1).astype(np.int64)
 
@@ -185,17 +185,18 @@ def _sync_s(problem: AssignmentProblem, family: _Family) -> Floats:
 def _keeping_pace(
     problem: AssignmentProblem, family: _Family, rows: Ints, groups: Floats, left_s: Floats
 ) -> tuple[Ints, Floats]:
-    """Return the rows whose pools can train within `left_s` [candidates], and the number of groups of each pool."""
+    """Return the rows whose pools can train within `left_s` [candidates], and the number of groups (dp) that each pool
+    then needs."""
     work = problem.inputs.work
     overhead = max(pool.place.efficiency.train_overhead_s for pool in problem.pools.pools)
     per_rank = work.computed_tokens / work.minibatches / work.longest_tokens
     for _ in range(PASSES):
-        some = family.take(rows)
+        kept_rows = family.take(rows)
         count = np.maximum(1.0, np.floor(per_rank / groups.max(axis=0)))
-        tail_s = _tail_s(problem, some, groups)
-        pace = (left_s[rows] - overhead - tail_s) * count / (count + some.stages.sum(axis=0) - 1)
-        needs = np.stack([_least_groups(problem, some, place, pace, own) for place, own in enumerate(groups)])
-        fits = (pace > 0) & np.all(needs <= some.most, axis=0)
+        tail_s = _tail_s(problem, kept_rows, groups)
+        pace = (left_s[rows] - overhead - tail_s) * count / (count + kept_rows.stages.sum(axis=0) - 1)
+        needs = np.stack([_least_groups(problem, kept_rows, place, pace, own) for place, own in enumerate(groups)])
+        fits = (pace > 0) & np.all(needs <= kept_rows.most, axis=0)
         rows, groups = rows[fits], needs[:, fits]
     holds = _holds(problem, family.take(rows))
     return rows[holds], groups[:, holds]
@@ -224,11 +225,14 @@ def _generating(
     return rows[enough], groups[:, enough]
 
 
-def _least_groups(problem: AssignmentProblem, some: _Family, place: int, pace: Floats, groups: Floats) -> Floats:
+def _least_groups(problem: AssignmentProblem, kept_rows: _Family, place: int, pace: Floats, groups: Floats) -> Floats:
     """Return the smallest dp with which each stage of a pool takes at most `pace` seconds. `groups`: a lower bound of
     the result."""
-    sizes, tp, work_s = problem.pools.pools[some.order[place]].sizes, some.tp[place], some.work_s[place]
-    boundary_bytes, rate = some.boundary_bytes[place], stage_link(problem.pools, some.order, place, some.stages[place])
+    sizes, tp, work_s = problem.pools.pools[kept_rows.order[place]].sizes, kept_rows.tp[place], kept_rows.work_s[place]
+    boundary_bytes, rate = (
+        kept_rows.boundary_bytes[place],
+        stage_link(problem.pools, kept_rows.order, place, kept_rows.stages[place]),
+    )
 
     def needed(nodes: Floats | float) -> Floats:
         """Return the number of groups needed if a stage spans `nodes` nodes. A stage on more nodes sends its
@@ -243,29 +247,30 @@ def _least_groups(problem: AssignmentProblem, some: _Family, place: int, pace: F
     return need
 
 
-def _tail_s(problem: AssignmentProblem, some: _Family, groups: Floats) -> Floats:
+def _tail_s(problem: AssignmentProblem, kept_rows: _Family, groups: Floats) -> Floats:
     """Return a lower bound on the gradient time of the slowest stage: the time of its layers, without embedding and
     output head."""
     per_layer_s = [
         _terms(problem, k, tp, dp).gradients_per_layer_s
-        for k, tp, dp in zip(some.order, some.tp, np.minimum(groups, 1e9), strict=True)
+        for k, tp, dp in zip(kept_rows.order, kept_rows.tp, np.minimum(groups, 1e9), strict=True)
     ]
-    longest: Floats = np.max(np.maximum(some.layers - some.head_layers, 0.0) * np.stack(per_layer_s), axis=0)
+    longest: Floats = np.max(np.maximum(kept_rows.layers - kept_rows.head_layers, 0.0) * np.stack(per_layer_s), axis=0)
     return longest
 
 
-def _holds(problem: AssignmentProblem, some: _Family) -> Bools:
-    """Return whether the layers fit into memory at the largest dp. The memory of the embedding counts only if the first
-    pool has one stage, and that of the output head only if the last pool has one stage."""
-    inputs, last = problem.inputs, len(some.order) - 1
-    fits = np.ones(some.stages.shape[1], dtype=bool)
-    in_flight = np.minimum(some.stages.sum(axis=0), microbatches(inputs.work, some.most.max(axis=0)))
-    for place, k in enumerate(some.order):
-        stages, rank = some.stages[place], _terms(problem, k, some.tp[place], some.most[place]).rank
+def _holds(problem: AssignmentProblem, kept_rows: _Family) -> Bools:
+    """Return whether the layers fit into memory at the largest dp. The embedding counts only if the first pool has one
+    stage, and the output head only if the last pool has one stage. If such a pool has several stages, the stage with
+    the most layers may be another one."""
+    inputs, last = problem.inputs, len(kept_rows.order) - 1
+    fits = np.ones(kept_rows.stages.shape[1], dtype=bool)
+    in_flight = np.minimum(kept_rows.stages.sum(axis=0), microbatches(inputs.work, kept_rows.most.max(axis=0)))
+    for place, k in enumerate(kept_rows.order):
+        stages, rank = kept_rows.stages[place], _terms(problem, k, kept_rows.tp[place], kept_rows.most[place]).rank
         ends = (stages == 1) & (place == 0), (stages == 1) & (place == last)
         limit = problem.pools.pools[k].place.memory_limit_bytes
         most = most_layers(rank_phases(inputs.model, rank, *ends, in_flight), limit)
-        fits &= some.layers[place] - some.head_layers[place] / stages <= most + 1e-6
+        fits &= kept_rows.layers[place] - kept_rows.head_layers[place] / stages <= most + 1e-6
     return fits
 
 
@@ -282,18 +287,19 @@ def _realise(
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
-    """Turn the remaining rows into training shapes, with `SPARE` additional groups, and solve with these shapes."""
+    """Turn the remaining rows into training shapes, with `SPARE` additional groups, and search the plans with these
+    shapes. Return the problem with these shapes and its best solution; None if no plan is below `ceiling_s`."""
     share = MOST_CANDIDATES // sum(1 for rows, _ in passing if len(rows))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):
         if not len(rows):
             continue
         every = max(1, len(rows) * len(SPARE) ** len(groups) // share)
-        some, least = family.take(rows[::every]), groups[:, ::every]
+        kept_rows, least = family.take(rows[::every]), groups[:, ::every]
         for spare in product(SPARE, repeat=len(groups)):
-            dp = np.minimum(least + np.array(spare)[:, None], some.most)
-            shapes = [Shapes(*each) for each in zip(some.stages, some.tp, dp, strict=True)]
-            tables.append(evaluated(Pipelines(problem.inputs, problem.pools, some.order, shapes)))
+            dp = np.minimum(least + np.array(spare)[:, None], kept_rows.most)
+            shapes = [Shapes(*each) for each in zip(kept_rows.stages, kept_rows.tp, dp, strict=True)]
+            tables.append(evaluated(Pipelines(problem.inputs, problem.pools, kept_rows.order, shapes)))
     richer = with_table(problem, TrainTable.joined(tables, is_complete=True))
     found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
     return None if found is None else (richer, found)

@@ -1,8 +1,8 @@
 """Phase 2, `exact`: best-first search over training shapes, each with its best rollout. The search proves that the plan
 is optimal, or reports a gap.
 
-A division is a training shape and a set of replicas for the remaining GPUs. For each training shape, the number of
-remaining GPUs gives a lower bound on the step time. Shapes are visited in ascending order of their lower bounds. An
+A division is a training shape and a set of replicas for the remaining GPUs. For each training shape, the numbers of
+remaining GPUs give a lower bound on the step time. Shapes are visited in ascending order of their lower bounds. An
 integer program decides whether a shape gives a better plan than the best so far. The search ends when the next bound is
 not below the best step time. With many GPUs of many types, not all shapes are enumerated; `division_bound_s` then gives
 a bound for all shapes.

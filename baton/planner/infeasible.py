@@ -81,7 +81,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 def refuse_division(problem: AssignmentProblem) -> NoReturn:
     """Raise the UserError for the first cause that applies: the staleness bound is too strict, no training shape fits,
-    or trainer and rollout fit only separately."""
+    or a training shape fits and a replica fits, but not both at once."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:

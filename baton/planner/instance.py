@@ -30,8 +30,8 @@ def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
     """Return the planner's problem for the cluster.
 
     `view` determines how nodes form pools (`make_pools`). The default is `alike` if all nodes of each GPU type are
-    alike, otherwise `pessimistic`. Raises UserError with the bytes needed if no shape fits, or if HiGHS is not
-    installed.
+    alike, otherwise `pessimistic`. Raises UserError if HiGHS is not installed, or if no shape fits into memory. The
+    error about memory states the bytes needed.
     """
     check_solver()
     view = view or ("alike" if are_alike(inputs.cluster) else "pessimistic")
@@ -95,7 +95,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
-    # here, a pipeline's layers are divided in proportion to rates, which only the idealised trainer supports
+    # this problem divides a pipeline's layers in proportion to rates; only the idealised trainer supports this
     crosses = inputs.cross_types and work.trainer == "idealised"
     table = _rate_table(pools, train, work.trained_tokens, crosses)
     cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s
@@ -136,8 +136,8 @@ def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
-    """Return the divisions in which at most one pool is split; in each other pool, all GPUs train or all generate. The
-    optimum of the linear program is one of these divisions."""
+    """Return the divisions in which at most one pool is split; in each other pool, all GPUs train or all generate. A
+    linear program that allows fractions of GPUs has an optimum of this form."""
     rows = set[tuple[int, ...]]()
     for split in range(len(pools)):
         parts = [range(p.num_gpus + 1) if k == split else (0, p.num_gpus) for k, p in enumerate(pools)]

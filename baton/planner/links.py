@@ -4,10 +4,11 @@ The search over pools assumes a single bandwidth for all links within a pool, an
 the search, this module swaps machines of a pool in the plan, so that the plan uses faster links. The plan's times are
 then computed with the slowest link that the plan uses. A plan uses these links between machines:
 
-    ring        between neighbouring machines of a stage, which gather layers and reduce gradients around a ring in the
-                order of their ranks (NCCL and gloo order rings by rank)
+    ring        between neighbouring machines of the ring in which the ranks of a stage gather layers and reduce
+                gradients; NCCL and gloo order the ring by rank
     boundary    between the machines of the ranks with the same index in neighbouring stages
-    publish     to each machine with an engine, from one machine of each pool that trains: the one with the fastest link
+    publish     from each pool that trains to each machine with an engine; of the pool's machines that train, the one
+                with the fastest link to this machine sends
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class _UsedLinks(msgspec.Struct, frozen=True):
 
 
 def parts_of(assigned: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[Sequence[Part], Sequence[Part]]:
-    """Return the stages and the replicas of an assignment, each with its pool."""
+    """Return the stages and the replicas of an assignment, each with the index of its pool."""
     return assigned.stages, [(pools_of_columns[column], gpus) for column, gpus in assigned.replicas]
 
 
 def used_pools(
     cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool = False
 ) -> Pools:
-    """Return all pools. Their bandwidths are those of the slowest links that these stages and replicas use, each given
-    with its pool. `is_mixed`: whether the stages are the parts of one mixed stage."""
+    """Return all pools, with the bandwidths of the slowest links that `stages` and `replicas` use. The number in each
+    `Part` is the index of its pool. `is_mixed`: whether the stages are the parts of one mixed stage."""
     used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
@@ -86,8 +87,8 @@ def used_pools(
 def faster_assignments(
     cluster: Cluster, pools: Pools, assigned: GpuAssignment, columns: Sequence[int]
 ) -> list[GpuAssignment]:
-    """Return one assignment for each pair of `EMPHASES`. It swaps machines of the same pool and the same number of GPUs
-    so that the plan uses faster links. `columns`: the pool of each replica shape of the problem."""
+    """Return one assignment for each pair of `EMPHASES`, after swaps of machines that make the plan use faster links.
+    Swapped machines have the same pool and number of GPUs. `columns`: the pool of each replica shape of the problem."""
     used = _used(cluster, *parts_of(assigned, columns), is_mixed=assigned.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []

@@ -52,8 +52,8 @@ def with_mixed_stages(
 
 
 def _pairs(problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float) -> Iterator[tuple[list[int], Ints, Ints]]:
-    """Yield (pools, first, second): two pools in the order of a pipeline, and the numbers of ranks on the first and the
-    second pool. With these numbers of ranks, a step may be shorter than `ceiling_s`."""
+    """Yield (pools, first, second) for each pair of pools, in the order of a pipeline. `first` and `second` are arrays:
+    with `first[i]` ranks on one pool and `second[i]` on the other, a step may be shorter than `ceiling_s`."""
     pools, step = problem.pools.pools, problem.step
     orders = mixed_pools(problem.inputs, problem.pools)
     if not orders:

@@ -42,8 +42,8 @@ def describe(problem: AssignmentProblem, solution: Solution, method: str, prefer
 
 
 def _on_pools(problem: AssignmentProblem, solution: Solution, pools: Pools) -> tuple[AssignmentProblem, Solution]:
-    """Return the problem with the link bandwidths of `pools` and with the solution's training shape as the only
-    candidate. Also return the solution of this problem."""
+    """Return the problem with the link bandwidths of `pools`, and with the solution's training shape as the only
+    candidate. Also return the solution of the changed problem: the same shapes, with the times of these links."""
     inputs, only = problem.inputs, evaluated(_pipeline(problem, solution.row, pools))
     own = msgspec.structs.replace(
         problem,
@@ -105,8 +105,8 @@ def describe_assigned(problem: AssignmentProblem, solution: Solution, method: st
 
 
 def with_others_idle(plan: Plan, cluster: Cluster, why: str) -> Plan:
-    """Return the plan of a part of the cluster as a plan of the whole cluster, in which the GPUs outside the plan are
-    idle for the reason `why`. The price includes them."""
+    """Return the plan with the cluster's GPUs that it does not name as idle, for the reason `why`. The price is that of
+    the whole cluster."""
     named = {*plan.used_gpu_ids, *(gpu for idle in plan.idle for gpu in idle.gpu_ids)}
     others = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in named)
     idle = (*plan.idle, Idle(others, why)) if others else plan.idle

@@ -1,14 +1,14 @@
 """Pools of interchangeable GPUs of one type. A search over pools needs only the number of GPUs that each role uses in
 each pool.
 
-Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. A pool may also
-contain all nodes of a GPU type, even if their links differ; the pool then has one assumed link speed. A pessimistic
-pool has the slowest links, so its plans are feasible. An optimistic pool has the fastest links, so the step time of its
-best plan is a lower bound.
+Two nodes are alike if they have the same GPU type, the same bandwidth between their own GPUs, and the same bandwidth to
+every other node. A pool may also contain all nodes of a GPU type, even if their links differ. The pool then has one
+assumed bandwidth. In a pessimistic pool, this is the bandwidth of the slowest link, so no plan takes longer than
+computed. In an optimistic pool, it is the bandwidth of the fastest link, so the best plan's step time is a lower bound.
 
 Tensor-parallel groups have 2^i GPUs of one node. Groups of such sizes fit into the nodes if and only if, for every size
 g, the groups of size g or larger have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs in total. (Proof: place large groups first;
-each uses a multiple of g GPUs of a node.) The condition does not depend on the choice of nodes.
+each uses a multiple of g GPUs of a node.) The search can therefore check numbers of GPUs before it chooses nodes.
 """
 
 from __future__ import annotations

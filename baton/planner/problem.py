@@ -1,4 +1,5 @@
-"""The search space: candidate training shapes in a table, replica shapes as columns of an integer program."""
+"""The inputs of the planner and its search space: candidate training shapes in a table, replica shapes as columns of an
+integer program."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ class TrainTable(msgspec.Struct, frozen=True):
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """The formula of the step time, with the workload's constants."""
+    """The formula of the step time, with the constants that the workload determines."""
 
     output_tokens: float
     """Tokens generated per step."""
@@ -157,7 +158,8 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
 
 
 def replica_columns(inputs: Inputs, pools: Pools) -> tuple[ReplicaShape, ...]:
-    """Return every replica shape that fits, with its largest batch and with 1/2, 1/4, … of this batch."""
+    """Return every replica shape that fits into memory, with its largest batch and with 1/2, 1/4, … of this batch.
+    Smaller batches are useful if the staleness bound limits the number of running trajectories."""
     model, work, found = inputs.model, inputs.work, []
     for index, pool in enumerate(pools.pools):
         for tp in tensor_widths(model, pool):

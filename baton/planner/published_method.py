@@ -1,11 +1,11 @@
 """Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm 1.
 
-The method serves as a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on
-the paper's 56 GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open, which this
-module decides. First, how close to γ the training side's share of FLOP/s must be. This module sorts the shares of all
-divisions; the difference from γ may be at most half of the largest gap between two neighbours. Second, whether a side
-may have no GPU: training and rollout have at least one GPU each. Third, what the search returns: the best plan that it
-found.
+γ is the target for the training side's share of FLOP/s. The method serves as a baseline. Equation 3 selects many GPUs
+with fast links instead of few GPUs that train fast: on the paper's 56 GPUs, it selects 40 H20 for training instead of 8
+H800. The paper leaves three points open, which this module decides. First, how close to γ the training side's share of
+FLOP/s must be. This module sorts the shares of all divisions; the difference from γ may be at most half of the largest
+gap between two neighbours. Second, whether a side may have no GPU: training and rollout have at least one GPU each.
+Third, what the search returns: the best plan that it found.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """The search stops after this number of iterations without improvement (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions. If there are more divisions of single GPUs, the method considers only divisions of whole
-nodes or of groups of nodes."""
+"""Maximum number of divisions. If there are more divisions in steps of one GPU, the method considers only divisions in
+steps of whole nodes or of several nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
@@ -92,7 +92,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
         gamma = (low + high) / 2
         division = propose(problem, gamma, rows, scores)
         found = evaluate_division(problem, program, division)
-        if found is None:  # one side has no feasible shape: move γ towards that side
+        if found is None:  # one side has no feasible shape: change γ so that this side gets more GPUs
             low, high = (low, gamma) if _rows_within(problem, division).any() else (gamma, high)
             continue
         train_s = float(problem.table.time_s[found.row])
@@ -129,7 +129,7 @@ def _divided(pool: GpuPool, count: int) -> tuple[GpuPool, GpuPool]:
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
-    """Return the fastest training shape and replicas of a given division; None if one of the two does not fit."""
+    """Return the fastest training shape and replicas of a given division; None if no shape or no replica fits."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):
         return None

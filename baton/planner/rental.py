@@ -2,8 +2,9 @@
 
 An offer is a machine type with a price. A combination is a number of machines of each offer; these machines form a
 cluster. An upper bound on the throughput of each combination assumes that GPUs can be divided into fractions; the
-bounds of all combinations are computed at once. The search visits combinations in the order of their bounds, and skips
-combinations whose bound is below the best throughput so far.
+bounds of all combinations are computed at once. For a budget, the search visits combinations in descending order of
+their bounds, and ends when a bound is not above the best throughput so far. For a throughput, it visits combinations in
+ascending order of their prices, and skips combinations whose bound is below this throughput.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ MOST_CHOICES = 200_000
 MOST_MACHINES = 2000
 """Maximum number of machines of all offers together. The memory of a cluster grows with the square of this number."""
 BOUND_STEPS = 24
-"""Number of bisection steps that compute the bound of a combination. This precision suffices, because the bounds only
-rank the combinations."""
+"""Number of bisection steps that compute the bound of a combination. More steps would only tighten the bound: it is
+valid after any number of steps."""
 BOUND_WEIGHTS = 41
 """Number of weights w that `_reaches` tries; fewer than in `division_bound_s`, for speed."""
 
@@ -161,7 +162,7 @@ def rent_for_target(
         if plan.tokens_per_s >= target * (1 - 1e-9):
             return RentalChoice(*found, spots, len(choices), planned, min(float(costs[place]), open_price))
         if plan.tokens_per_step / plan.bound.step_s >= target:
-            open_price = min(open_price, float(costs[place]))  # a better plan of this choice may reach the target
+            open_price = min(open_price, float(costs[place]))  # a longer search may find a plan that reaches the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
     late = "; the search reached its time limit, which --time-limit raises" if is_late else ""
     raise UserError(
@@ -211,8 +212,8 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int]) -> _Mar
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> Bools:
-    """Return, for each choice, whether its step may take at most `step_s`. The function computes the test of
-    `division_bound_s` for many choices at once."""
+    """Return, for each choice of machines, whether a step may take at most `step_s`. This is the test of
+    `division_bound_s`, computed for many choices at once."""
     problem, bound, counts = market.problem, market.bound, choices @ market.gpus
     step = problem.step
     if not step.overlaps:

@@ -37,7 +37,7 @@ class ReplanOption(msgspec.Struct, frozen=True):
     name: str
     plan: Plan
     inputs: Inputs
-    """The planner's inputs, without the reward stage of the plan."""
+    """The planner's inputs. Their cluster lacks the GPUs of the plan's reward stage."""
     moved: tuple[str, ...]
 
 

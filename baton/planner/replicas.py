@@ -10,7 +10,6 @@ finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens; each iteration solve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import msgspec
 import numpy as np
@@ -48,11 +47,12 @@ class RolloutProgram:
         pools, levels = np.array(self._rows).T[:, :, None]
         self._matrix = np.where((self._pool == pools) & (self._gpus >= levels), self._gpus, 0.0)
         """[rows, columns] number of GPUs of a replica that count for this pool and level."""
-        self.fastest, self.reaches = cache(self._fastest), cache(self._reaches)
+        self._best: dict[tuple[object, ...], RolloutAllocation | None] = {}
+        self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, row: int | None) -> tuple[int, ...]:
-        """Return how many GPUs the training shape in this table row leaves; without a row, how many there are. The
-        result has one number for each pool and each level: the number of GPUs usable in groups of this size."""
+        """Return how many GPUs the training shape in this table row leaves; without a row, return how many there are.
+        The result has one number for each pool and level: the number of GPUs usable in groups of `level` GPUs."""
         room = [self._pools[pool].capacity(level) for pool, level in self._rows]
         if row is not None:
             gpus, groups = self._trained[row].tolist(), self._groups[row].tolist()
@@ -65,10 +65,23 @@ class RolloutProgram:
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
-    def _fastest(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
+    def reaches(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
+        """Return the replicas on `allowed` pools that generate the most tokens within `time_s`."""
+        key = left, allowed, time_s
+        if key not in self._most:
+            self._most[key] = self._solve(left, allowed, time_s)
+        return self._most[key]
+
+    def fastest(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
         """Return the replicas on `allowed` pools that generate a step's tokens in the shortest time, or None if no
         replica fits. `least_s` is the shortest useful rollout time: shorter rollouts are impossible or do not shorten
         the step."""
+        key = left, allowed, least_s
+        if key not in self._best:
+            self._best[key] = self._newton(left, allowed, least_s)
+        return self._best[key]
+
+    def _newton(self, left: tuple[int, ...], allowed: tuple[bool, ...], least_s: float) -> RolloutAllocation | None:
         tokens = self._step.output_tokens
         usable = self._usable(left, allowed)
         if not usable.any():
@@ -98,8 +111,7 @@ class RolloutProgram:
         usable: Bools = fits & np.array(allowed, dtype=bool)[self._pool]
         return usable & (self._batch <= self._step.max_running)
 
-    def _reaches(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
-        """Return the replicas on `allowed` pools that generate the most tokens within `time_s`."""
+    def _solve(self, left: tuple[int, ...], allowed: tuple[bool, ...], time_s: float) -> IntegerSolution:
         gains = self._speed * np.maximum(0.0, time_s - self._pause)
         usable: Ints = np.nonzero(self._usable(left, allowed) & (gains > 0))[0].astype(np.int64)
         kept = self._undominated(usable, gains, left)
@@ -116,7 +128,7 @@ class RolloutProgram:
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
         """Return the columns that no other column dominates. Column a dominates column b of the same pool if a
-        generates at least as many tokens with at most as many GPUs, in groups of at most the same size. If the
+        generates at least as many tokens as b, and needs neither more GPUs nor GPUs in larger groups. If the
         staleness bound may limit the running trajectories, a must also run at most as many trajectories as b."""
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(

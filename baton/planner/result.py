@@ -32,10 +32,12 @@ class PlanResult(msgspec.Struct, frozen=True):
     measured: tuple[str, ...] = ()
     """Measured rates of the run with the current plan, one line of text each. The new plan uses these rates."""
     certainty: Certainty | None = None
-    """How certain the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
+    """How certain the plan is. None for plans with a table of rates, with `method = "paper"`, and for colocated
+    plans."""
 
     def price_curve(self) -> Sequence[PricePoint]:
-        """Return price and throughput of the planned cluster and of parts of it."""
+        """Return price and throughput of the planned cluster, of parts of it, and of clusters that a rental search has
+        planned."""
         rented = self.choice.spots if self.choice is not None else []
         return marked([*rented, *price_curve(self.inputs, reward_per_h=self.reward_per_h)])
 

@@ -1,10 +1,10 @@
 """Chooses the GPUs of the reward model: k GPUs of one type, by a search over types and k.
 
 Each GPU holds the whole reward model and scores a trajectory in time t. For each choice, the other GPUs are planned
-with the scoring time of this choice. Three rules skip choices that cannot be better. First, a step takes at least N · t
-/ k, the time to score a batch of N trajectories. Second, if scoring with k GPUs does not lengthen the step, a larger k
-only takes GPUs from the other roles. Third, the search begins at the smallest k with which scoring a batch takes no
-longer than a step takes without scoring.
+with the scoring time of this choice. The search begins at the smallest k with which scoring a batch takes no longer
+than a step takes without scoring; it then tries larger and smaller k. Two rules skip choices that cannot be better.
+First, a step takes at least N · t / k, the time to score a batch of N trajectories. Second, if scoring with k GPUs does
+not lengthen the step, a larger k only takes GPUs from the other roles.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Search:
         self.refusals: list[UserError] = []
 
     def try_type(self, place: DeviceClass, cost: ScoringCost) -> None:
-        """Try stages of GPUs of one type, if the model fits into the memory of one such GPU."""
+        """Try reward stages on GPUs of one type, if the reward model fits into the memory of one such GPU."""
         most = min(self._cluster.count()[place.gpu.name], self._cluster.num_gpus - 1)
         if cost.memory_bytes > place.memory_limit_bytes or not most:
             return
@@ -82,7 +82,7 @@ class _Search:
             self._try_stage(place, cost, count)
 
     def _try_stage(self, place: DeviceClass, cost: ScoringCost, count: int) -> bool:
-        """Plan the other roles beside a stage of `count` GPUs. Return whether more GPUs for the stage may be better."""
+        """Plan the other roles beside a reward stage of `count` GPUs. Return whether a larger stage may be better."""
         rest, gpu_ids = reserve(self._cluster, place.gpu.name, count)
         work = self._plain.work
         stage = _stage(self._model, work, place, cost, gpu_ids)

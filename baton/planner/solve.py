@@ -84,19 +84,20 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
-    """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
+    """Return the best plan that may use all nodes of a cluster, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, the search runs with up to three sets of pools: each GPU type with
-    its slowest links, each GPU type with its fastest links, and nodes that are alike. Each solution is placed on nodes
-    with fast links, and its step time is computed with the links that it uses. The plan with the shortest step is
-    returned, with a bound that assumes the fastest links.
+    If the nodes of a GPU type have different links, the search runs with up to three kinds of pools (`make_pools`):
+    a GPU type with its slowest links, a GPU type with its fastest links, and nodes that are alike. Each solution is
+    placed on nodes with fast links, and its step time is computed with the links that it uses. The plan with the
+    shortest step is returned, with a bound that assumes the fastest links.
     """
     has_equal_links = are_alike(inputs.cluster)
     problem = make_problem(inputs, "alike" if has_equal_links else "optimistic")
     if ceiling_s < np.inf and division_bound_s(problem) >= ceiling_s:
         return None
     if has_equal_links:
-        return describe(*solve(problem, method, time_limit_s), method)
+        of, solution = solve(problem, method, time_limit_s)
+        return describe(of, solution, method)
     found = [solve(problem, "exact", time_limit_s / 3)]
     least_s = found[0][1].bound_s
     views: list[View] = ["pessimistic"]
@@ -105,15 +106,15 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     if method != "exact":
         found.clear()
     found += [solve(make_problem(inputs, view), method, time_limit_s / 3) for view in views]
-    plans = [describe(*each, method) for each in found]
+    plans = [describe(of, solution, method) for of, solution in found]
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 
 
 def solve(problem: AssignmentProblem, method: Method, time_limit_s: float) -> tuple[AssignmentProblem, Solution]:
-    """Return a problem and its solution by `method`. The solution's row is a row of this problem's table, and its bound
-    is the bound that `exact` finds."""
+    """Return (problem, solution by `method`). The search may add training shapes to the given problem. The solution's
+    row is an index into the table of the returned problem, and its bound is the bound that `exact` finds."""
     bound = RolloutBound(problem)
     richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
     if best is not None and not problem.table.is_complete and problem.inputs.rates is None and problem.step.overlaps:

@@ -48,11 +48,12 @@ MAX_SHAPES = 400_000
 MAX_MIXED = 400_000
 """Maximum number of mixed stages whose times are computed. If there are more, an evenly spaced subset is taken."""
 SATURATED_SHAPES = 3
-"""If there are too many shapes to evaluate all: number of shapes to try for a pool whose GPUs all train."""
+"""If there are too many shapes to evaluate all of them, this number of shapes is tried for each pool whose GPUs all
+train."""
 
 
 class Shapes(msgspec.Struct, frozen=True):
-    """Shapes of the part of a pipeline on one pool. Each array is [candidates]."""
+    """The shape that each candidate pipeline has on one pool. Each array is [candidates]."""
 
     stages: Ints
     tp: Ints
@@ -73,6 +74,7 @@ class Pipelines(msgspec.Struct, frozen=True):
     """Candidate pipelines, or candidate mixed stages, on the same pools."""
 
     inputs: Inputs
+    """Only model and workload are used; cluster and efficiencies are those of `pools`."""
     pools: Pools
     order: Sequence[int]
     """The pools that train, in the order of the pipeline."""
@@ -110,8 +112,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
     """How candidates divide the layers over pipeline stages, and the resulting times. Arrays are [candidates]."""
 
     stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
-    """For each pool: layers of the pipeline's first stage, of its middle stages and of its last stage; 0 if the pool
-    has no such stage."""
+    """For each pool: number of layers of the pipeline's first stage, of each middle stage and of the last stage; 0 if
+    the pool has no such stage."""
     compute_s: Floats
     """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     bubble_s: Floats
@@ -299,7 +301,7 @@ def balanced(of: Pipelines) -> LayerBalance:
 
 
 def _fitting(of: Pipelines) -> LayerBalance:
-    """Implement `balanced` for the `shard_size` that the workload specifies."""
+    """Implement `balanced` for the `shard_size` that the workload specifies; shard gradients only if necessary."""
     balance = _mixed if of.is_mixed else _balanced
     found = balance(of)
     fits = np.isfinite(found.compute_s)
@@ -359,8 +361,8 @@ def _chosen(is_one: Bools, one: LayerBalance, other: LayerBalance) -> LayerBalan
 
 def _balanced(of: Pipelines) -> LayerBalance:
     """Implement `balanced` for the sharding that the workload specifies. The pace is the time of the slowest stage. The
-    search starts at the pace that would be possible with fractional layers, and raises it to the next possible value
-    until all layers are placed."""
+    search starts at the pace that would be possible with fractional layers, and raises the pace to the next possible
+    value until all layers are placed."""
     kinds, num_layers = _kinds(of), of.inputs.model.num_layers
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.sum([kind.count / kind.per_layer_s for kind in kinds], axis=0)
@@ -428,7 +430,7 @@ def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> 
 
 
 def _finish(of: Pipelines, kinds: Sequence[_Kind], layers: Sequence[Floats], pace: Floats) -> LayerBalance:
-    """Return the balance for these layers of each kind of stage and this pace."""
+    """Return the balance of pipelines with these numbers of layers on each kind of stage, and with this pace."""
     work, depth, count = of.inputs.work, of.depth, microbatches(of.inputs.work, of.widest)
     gradients, optimizer = np.zeros(len(pace)), np.zeros(len(pace))
     for kind, own in zip(kinds, layers, strict=True):

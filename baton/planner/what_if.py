@@ -55,7 +55,7 @@ def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0
 
 
 def with_one_more(cluster: Cluster, place: int) -> Cluster:
-    """Return the cluster with another machine of one GPU, whose links are like those of the machine at index
+    """Return the cluster with an additional machine that has one GPU, and the same links as the machine at index
     `place`."""
     like = cluster.nodes[place]
     same = [k for k, node in enumerate(cluster.nodes) if node.gpu.name == like.gpu.name and k != place]

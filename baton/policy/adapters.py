@@ -64,7 +64,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raise UserError for a target with which PEFT would train no layer, or other layers than the engines."""
+    """Raise UserError for a target that matches no layer, a nonlinear layer, or a head that is tied to the
+    embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
     linear = ", ".join(_linear_layers(model))
     for target in targets:
@@ -242,7 +243,7 @@ class BaseWeights:
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Copy the base weights back into the engine's weights `own`, without the adapter, and drop the copies."""
+        """Copy the base weights back into the engine's weights `own`, which removes the adapter; drop the copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()

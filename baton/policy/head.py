@@ -34,8 +34,8 @@ CACHED_LOGITS = 2**19
 CPU's cache). With more logits, memory reads would take longer than the computation."""
 
 PRODUCT_ROWS = 8192
-"""In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is a separate tensor
-before it is added to the float32 gradient, so smaller blocks need less memory."""
+"""In bfloat16, the gradient [V, H] of the head's weight is computed in blocks of this number of rows. Each block is a
+separate tensor before it is added to the float32 gradient, so smaller blocks need less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Configuration keys of a model's logit scale (Cohere, Falcon-H1, Granite). The value of a key is 1 if logits are

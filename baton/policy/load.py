@@ -49,8 +49,8 @@ _REFUSALS = (
 
 @contextmanager
 def model_errors(what: str) -> Iterator[None]:
-    """Raise UserError for the errors with which transformers refuses a model's files. Its message begins with `what`.
-    Errors because of too little memory are passed on."""
+    """Raise UserError for the errors with which transformers refuses a model's files. The message of the UserError
+    begins with `what`. Out-of-memory errors are passed on."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -272,7 +272,10 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 def save_merged(path: str, directory: Path, dtype: str) -> None:
     """Write a model with its tokenizer for other software. An adapter is merged in float32, and the merged weights are
-    rounded once, to `dtype`. The generation config names every id that ends a response."""
+    rounded once, to `dtype`.
+
+    The generation config names every id that ends a response, so other software ends responses at the same tokens.
+    """
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     ends = end_ids(model, tokenizer)
@@ -290,7 +293,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype of a model's configuration, or "float32" if it cannot be read or is not in `EXPORT_DTYPES`."""
+    """Return the dtype that a model's configuration states. Return "float32" if the configuration cannot be read, or if
+    the dtype is not in `EXPORT_DTYPES`."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError, StrictDataclassError):
@@ -311,7 +315,7 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def turn_end_id(model: PreTrainedModel, tokenizer: Tokenizer) -> int:
     """Return the id of `end_ids` with which the chat template ends a response. If the template writes none of them,
-    return the tokenizer's end-of-sequence id, or the first of `end_ids` if the tokenizer has none."""
+    return the tokenizer's end-of-sequence id, or the first of `end_ids` if the tokenizer has no such id."""
     ends, response = end_ids(model, tokenizer), "X"
     try:
         ids = tokenizer.prompt_ids((Message("user", "1 + 1"), Message("assistant", response)), is_complete=True)

@@ -145,7 +145,8 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(*models: PreTrainedModel | None) -> None:
-    """On a CPU, let SDPA compute in float32 within bfloat16 autocast, which is faster there (`packing.py`)."""
+    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster on a CPU
+    (`packing.py`)."""
     prefer_packed_attention(*(model for model in models if model is not None and model.device.type == "cpu"))
 
 
@@ -173,7 +174,7 @@ def compile_blocks(model: PreTrainedModel) -> None:
     for block in blocks:
         if block.gradient_checkpointing:
             # The block is compiled inside the checkpoint, because torch cannot compile a checkpoint with a
-            # `context_fn`. The recomputation of a block must save the same tensors as its forward pass.
+            # `context_fn`. Forward pass and recomputation must save the same tensors, so both are compiled.
             block._gradient_checkpointing_func = partial(_compiled, block._gradient_checkpointing_func)
         else:
             block.compile(dynamic=True)

@@ -18,8 +18,8 @@ CGROUPS: Final = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Controller in `OWN_CGROUPS`, empty for cgroup v2 → root of the hierarchy, the files with a cgroup's limit and usage,
-and the field in `memory.stat` for cached pages of files, which the kernel can evict."""
+"""Controller in `OWN_CGROUPS` (empty for cgroup v2) → root of the hierarchy, the file with a cgroup's limit, the file
+with its usage, and the field in `memory.stat` for cached pages of files, which the kernel can evict."""
 _M_ARENA_MAX: Final = -8
 """Parameter of glibc's `mallopt`: the maximum number of heaps."""
 
@@ -32,8 +32,8 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def share_heap() -> None:
     """Make all threads of this process allocate host memory from one heap. By default, glibc gives threads heaps of
     their own, and a thread cannot use memory that another thread has freed in its heap. Each train step runs in a
-    thread of its own, so the memory of earlier train steps was not reused (`benchmarks/memory`). A thread that has
-    allocated memory before this call keeps its heap. Has no effect with other C libraries."""
+    thread of its own, so by default the memory of earlier train steps would not be reused (`benchmarks/memory`). A
+    thread that has allocated memory before this call keeps its heap. Has no effect with other C libraries."""
     limit = getattr(ctypes.CDLL(None), "mallopt", None)
     if limit is not None:
         limit(_M_ARENA_MAX, 1)
@@ -54,8 +54,8 @@ def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the unused bytes of a device; for a CPU, those of the host and of the process's cgroup, which limits the
-    memory of containers and of batch jobs."""
+    """Return the unused bytes of a device; for a CPU, the minimum over the host and the process's cgroups, which limit
+    the memory of containers and batch jobs."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -69,7 +69,8 @@ def available_bytes(device: torch.device) -> int:
 
 def _unused_in_cgroups() -> Iterator[int]:
     """Yield the unused bytes of each cgroup with a limit, from the process's own cgroup up to the root. In a container,
-    the own path may be that on the host, which does not exist here; the root is then the container's own cgroup."""
+    the path of the own cgroup may be a path of the host that does not exist in the container. The root is then the
+    container's own cgroup."""
     lines = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else []
     for _, controllers, own in (line.split(":", 2) for line in lines):
         if controllers not in CGROUPS:

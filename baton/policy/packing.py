@@ -119,7 +119,7 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
     """Return the hidden states [T, H] of concatenated rows."""
     assert sum(map(sum, tokens.shapes)) == len(tokens.input_ids)
     separates = model.config._attn_implementation == PACKED
-    # `_attend` does not use its mask. This mask has four dimensions, because transformers forwards such a mask
+    # `_attend` ignores its mask. The mask passed here has four dimensions, because transformers forwards such a mask
     # unchanged. Without a mask, transformers would synchronise with the device to find out that no mask is needed.
     mask = {"attention_mask": tokens.input_ids[None, None, None]} if separates else {}
     with _in_pass(tokens if separates else None):
@@ -131,8 +131,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    The second context sets the current `PackedTokens` again: the forward pass has reset them before the backward pass
-    recomputes a block, and on CUDA the backward pass runs in another thread."""
+    The second context sets the current `PackedTokens` again for two reasons: the end of the forward pass has reset
+    them, and on CUDA the backward pass, which recomputes the block, runs in another thread."""
     return nullcontext(), _in_pass(_packed.get())
 
 
@@ -221,7 +221,8 @@ def _attended(module: torch.nn.Module, qkv: Qkv, begin: int, kwargs: dict[str, A
 def attention_window(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> int | None:
     """Return the sliding window of an attention module: the number of positions that a query attends to, including its
     own; None means all positions. Some families (phimoe, qwen2_moe) do not pass `sliding_window` in `kwargs`, because
-    only the mask has the window. For these, the window is read from the config, as for the mask of the layer."""
+    only the mask has the window. For these families, the window is read from the config, from which transformers also
+    builds the mask."""
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"] or None
     config = getattr(module, "config", None)

@@ -60,8 +60,8 @@ class RoutingReplay:
     ) -> None:
         """Wrap the model's routers. Raises UserError if the model has no router, or a router that does not choose the
         experts with the highest scores. `run`: function that calls a given function with the model while the model's
-        parameters are gathered (`SingleRank.run`). `largest`: function that returns the largest of the values of all
-        pipeline stages (`SingleRank.largest`), of which some may have no router."""
+        parameters are gathered (`SingleRank.run`). `largest`: function that returns the largest value over all pipeline
+        stages (`SingleRank.largest`), because some stages may have no router."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         self._routers = routers_of(model)

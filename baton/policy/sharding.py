@@ -36,7 +36,8 @@ class Sharded(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-        """Shard a module in place, over the mesh's last dimension. Ranks along the first of two dimensions hold copies.
+        """Shard a module in place, over the mesh's last dimension. If the mesh has two dimensions, ranks along the
+        first hold copies.
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
         samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
@@ -86,7 +87,7 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass sums gradients over the ranks, or each rank keeps its own gradients."""
+        """If `is_on`, the next backward pass sums gradients over the ranks; otherwise each rank keeps its own."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 

@@ -60,7 +60,7 @@ class StageModel:
         model._baton_stage = self  # type: ignore[assignment]
 
     def owner_of(self, name: str) -> int:
-        """Return the first stage that has a tensor of the model."""
+        """Return the stage with the tensor `name`; for a tied embedding, the first of two stages."""
         return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
 
 

@@ -235,9 +235,9 @@ def read_index(directory: Path) -> dict[str, str]:
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
     """Return the tensors of a model's files, keyed by their names in the model.
 
-    Returns None if the files lack a tensor that `file_layout` names. With `is_exact`, returns None also if the files
-    have further tensors. Raises SafetensorError for a damaged file, and ValueError for a damaged index or for quantised
-    values of a tensor that is not quantised in the model.
+    Returns None if `file_layout` returns None, or if the files lack one of its tensors or have another shape for it.
+    With `is_exact`, returns None also if the files have further tensors. Raises SafetensorError for a damaged file, and
+    ValueError for a damaged index or for quantised values of a tensor that is not quantised in the model.
     """
     opened, single = _opener(), directory / "model.safetensors"
     where = read_index(directory)
@@ -327,7 +327,7 @@ class TensorFile:
 def model_files(
     directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[Callable[[str, torch.Tensor], None]]:
-    """Create the weight files of a model, in the form that transformers reads, and, if there are several, their index.
+    """Create a model's weight files in the form that transformers reads, with an index if there are several files.
     Yield the function (name, tensor) that writes a tensor of the model. `layout`: the pieces of each tensor. Raises
     OSError, as the yielded function does."""
     groups: list[dict[str, Spec]] = [{}]

@@ -80,8 +80,8 @@ def load_version(
     model: PreTrainedModel, base: BaseWeights, tensors: Mapping[str, Any], which: str = "new weights do"
 ) -> bool:
     """Copy a version into a model's parameters, cast to their dtype. Return whether the version is a whole model. An
-    adapter is merged into the last whole model, whose changed weights are in `base`. `which`: as in `check_fit`. Raises
-    EngineFault, without changing any weight, for tensors that do not fit."""
+    adapter is merged into the last whole model; `base` keeps the original values of the changed weights. `which`: as in
+    `check_fit`. Raises EngineFault, without changing any weight, for tensors that do not fit."""
     own = model.state_dict(keep_vars=True)
     is_whole = not is_adapter(tensors)
     if is_whole:

@@ -41,7 +41,7 @@ def set_deterministic(is_on: bool) -> None:
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
     """Disable torch's deterministic algorithms on CUDA within the context, which must contain only indexed writes to
-    distinct indices. These are deterministic anyway, and take one kernel launch instead of about fifteen."""
+    distinct indices. Such writes are deterministic anyway, and then take one kernel launch instead of about fifteen."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -94,13 +94,13 @@ _COPIES = (*(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"), "*/*
 """Patterns of files not to download: copies of the weights for other software, and subfolders except for chat
 templates (`additional_chat_templates/`)."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Names of the file of a model whose weights are in one file. The weights of other models are listed in an index, such
+"""Possible names of the weight file if a model has only one. The weights of other models are listed in an index, such
 as `model.safetensors.index.json`."""
 _VOCABULARIES = (
     *(("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",)),
     *(("*.model",), ("*.tiktoken",), ("tekken.json",)),
 )
-"""A tokenizer has the files of at least one of these rows, besides its configuration."""
+"""File names or patterns, one row per kind of tokenizer. A tokenizer has its configuration and all files of one row."""
 
 
 class _WeightIndex(msgspec.Struct):
@@ -117,7 +117,7 @@ def read_index_file(path: Path) -> dict[str, str]:
 
 def _is_cached(path: str, holding: str) -> bool:
     """Return whether the hub cache has the file `holding` and all weights, or all files of the tokenizer if `holding`
-    is its configuration. After an interrupted download, the cache has only some of them."""
+    is its configuration. After an interrupted download, the cache has only some of these files."""
     name, revision = split_revision(path)
     found = try_to_load_from_cache(name, holding, revision=revision)
     if not isinstance(found, str):

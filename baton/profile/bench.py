@@ -10,9 +10,9 @@ engine always uses all its slots, prefills each prompt once and never loads weig
 engine alone and the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
 
 A second bound, the bound of decode steps, is stricter: it omits the time in which the engine admits and reports
-responses. It adds the time of one prefill per prompt to a decode time for each token. The decode time of a token is the
-time of a full decode step (all slots in use) divided by the number of slots, if the mean position of the step's rows is
-the position of the token. Full decode steps are measured at three mean positions, and a line is fitted to their times.
+responses. It adds the time of one prefill per prompt to a decode time for each token. The decode time of a token at
+position p is the time of a full decode step (all slots in use), divided by the number of slots. The mean position of
+the rows of this step is p. Full decode steps are measured at three mean positions, and a line is fitted to their times.
 The mean time of a mode's own full steps cannot be used instead: in `sync`, for example, all slots are in use only while
 responses are still short.
 """
@@ -111,8 +111,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     tokens: int
-    """Number of generated response tokens: those of the delivered batches, plus those by which the open groups have
-    grown. Over many batches, this growth is negligible."""
+    """Number of generated response tokens: the tokens of the delivered batches, plus the tokens by which the open
+    groups have grown. Over many batches, this growth is negligible."""
     delivered_tokens: int
     seconds: float
     """Seconds that the mode took: CPU time if the engine runs on a CPU, otherwise wall time."""
@@ -128,7 +128,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Time of the stricter bound of decode steps, divided by the measured time."""
     full_step_ms: float | None
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
-    over the context length of the longest row."""
+    over the context length of the longest row of its length class."""
     reprefilled_frac: float
     """Ratio of the number of tokens that were prefilled again to the number of generated tokens. When an aborted
     response is resumed, its prompt and its tokens are prefilled again. The first prefill of each delivered group's
@@ -405,7 +405,7 @@ def measure(
 
     def bound_s(side: ModeBench) -> float:
         """Return the time that the engine alone would need to generate the tokens that this mode generated. The engine
-        alone was measured on other tokens, so its time is corrected for their number and mean position."""
+        alone generated other tokens, so its time is converted to the number and mean position of the mode's tokens."""
         if alone is None:
             return step_bound_s(side)
         scale = side.work.tokens / alone.work.tokens
@@ -459,7 +459,7 @@ def bench_engine(
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
     """Measure the modes with a fake engine that has a slot for every trajectory. The clock counts decode steps, so the
-    time of a step does not depend on the number of rows, as on a GPU with small batches of a large model."""
+    time of a step does not depend on the number of rows. A GPU with small batches of a large model is similar."""
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     sides = []

@@ -25,7 +25,7 @@ from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
 DECODE_STEPS = 24
 REPEATS = 5
 POINT_S = 10.0
-"""Seconds after which a measurement is not repeated again: one that takes so long is precise enough."""
+"""A measurement is repeated only within this number of seconds, because longer measurements are precise enough."""
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Context lengths at which decode and prefill are measured, as shares of the engine's maximum context length."""
 START_S = 600.0

@@ -20,8 +20,8 @@ the processor's caches still contain other data."""
 
 @dataclass(frozen=True)
 class Work:
-    """An amount of decoding: the number of generated tokens, and the sum over these tokens of the number of positions
-    that a token attends to."""
+    """An amount of decoding: the number of generated tokens, and the number of positions that each token attends to,
+    summed over the tokens."""
 
     tokens: int = 0
     positions: int = 0

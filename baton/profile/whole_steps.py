@@ -3,8 +3,8 @@ run than when they are measured alone.
 
 In a run, all processes of the recipe share cores and memory: trainer or ranks, engine processes or workers, controller
 and hub. The run is simulated with the recorded lengths of its trajectories. The efficiencies are changed until
-simulation and run have equal times of training and generation. In mode `async`, the fit uses the number of tokens per
-second of an occupied slot instead of the time of generation, because engines also wait for the trainer.
+simulation and run have equal times of training and generation. In mode `async`, engines also wait for the trainer, so
+the time of generation does not show their speed. The fit then uses the tokens per second of an occupied slot instead.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def measured_directly(recipe: Recipe, rows: Sequence[Row], memory: MemoryByToken
     rest_s = terms["step"] - terms["training"] - _mean(steady, "time/weight_sync")
     if is_async:
         rest_s -= _mean(steady, "time/wait_for_batch")
-    else:  # swarm workers load the new version before they generate; the simulation counts scoring separately
+    else:  # the simulation counts scoring separately, and in a swarm also the time in which workers load a version
         rest_s -= terms["generation"] + _mean(steady, "time/judge") + terms["transfer"] * recipe.swarm.is_on
     found = {"publish": 1.0, "publish_latency_s": terms["transfer"], "cycle_overhead_s": max(0.0, rest_s)}
     busy = [row["time/reward_model_busy"] for row in steady if "time/reward_model_busy" in row]
@@ -190,7 +190,7 @@ def fit_run(
     if recipe.rollout.mode == "async":
         given = setting(known)
         slower, beside = _train_factors(run, rows, given.train)
-        # `given.train_slowdown` is `known.train_beside` times the slowdown because the trainer has fewer cores
+        # `given.train_slowdown` is `known.train_beside` times the slowdown if more threads run than there are cores
         update = {"train_beside": known.train_beside * beside / given.train_slowdown}
         known = scaled(known, gpu, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
         steps = [row for row in rows if "perf/step_time" in row]

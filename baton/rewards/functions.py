@@ -31,7 +31,6 @@ from typing import Any
 
 import msgspec
 from blake3 import blake3
-from msgspec.structs import asdict
 
 from baton.errors import UserError
 from baton.rewards.dataset_columns import find_reference
@@ -241,7 +240,7 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
     columns = prompt.metadata if episode is None else prompt.metadata["row"]
     assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
     if signature == "names":
-        text = [asdict(m) for m in prompt.messages] if prompt.is_conversation else prompt.messages[-1].content
+        text = [_plain(m) for m in prompt.messages] if prompt.is_conversation else prompt.messages[-1].content
         built_in = {"prompt": text, "response": call.response, "parsed": call.answer, "episode": episode}
         answer = prompt.answer if episode is None else find_reference(columns)
         reference = {} if answer is None else {"answer": answer}
@@ -257,8 +256,8 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
         return function(data_source=source, solution_str=call.response, ground_truth=raw, extra_info=extra_info)
     arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
     if prompt.is_conversation:
-        arguments["prompts"] = [[asdict(m) for m in prompt.messages] for _ in calls]
-        arguments["completions"] = [[asdict(m) for m in c.turns or (Message("assistant", c.response),)] for c in calls]
+        arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]
+        arguments["completions"] = [[_plain(m) for m in c.turns or (Message("assistant", c.response),)] for c in calls]
     else:
         arguments["prompts"] = [prompt.messages[-1].content] * len(calls)
         arguments["completions"] = [c.response for c in calls]
@@ -273,6 +272,10 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
         return arguments
     named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
     return {p.name: arguments.get(p.name) for p in named if p.name in arguments or p.default is inspect.Parameter.empty}
+
+
+def _plain(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
 
 
 def _import_module(name: str) -> Any:

@@ -181,23 +181,24 @@ def _kill_descendants(session: int) -> None:
     while True:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGKILL)
-        for pid, (_, parent, *_) in all_processes():
-            if int(parent) == os.getpid():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-def all_processes() -> list[tuple[int, list[str]]]:
-    """Return the id of each process of this machine, with the fields of /proc/ID/stat after its name: the state, the
-    ids of the parent, the process group and the session, and further fields."""
+def _children() -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended
-            found.append((int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()))
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.append(int(stat.parent.name))
     return found
 
 

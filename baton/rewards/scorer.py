@@ -523,7 +523,7 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _purpose(reward: RewardSettings) -> str:
-    """Return the name of a part with a template, because one model may have parts with several templates."""
+    """Return the part's name for a part with a template, because the parts of one model may have several templates."""
     return f" for {reward.name!r}" if reward.template else ""
 
 

@@ -7,7 +7,7 @@
 
 The controller owns the payloads: prompts, token ids, logprobs and rewards. The scheduler receives only counts and
 versions. The controller has no thread of its own: it makes progress only while the loop calls one of its methods.
-`next_batch` returns when a batch is complete, and `run_until` when the train step has ended.
+`next_batch` returns when a batch is complete; `run_until` returns when the train step has ended.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class _Group:
 
 
 class RolloutController:
-    """The rollouts of training on one `WorkerTransport`. Before `begin` or `resume`, only `load_weights` may be
-    called."""
+    """The training rollouts on one `WorkerTransport`. Before `begin` or `resume`, only `load_weights` may be called."""
 
     def __init__(
         self,
@@ -114,8 +113,8 @@ class RolloutController:
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self.is_stopping = False
-        """True after a stop request has interrupted the draw of a prompt or the loading of a version: the scheduler's
-        last commands were not executed, so only `abort_all` may be called."""
+        """True after a stop request has interrupted a command that takes a prompt or loads a version. The scheduler's
+        later commands were not executed either, so only `abort_all` may then be called."""
         self._batch: list[Group] | None = None
         self._on_scored: Callable[[int], None] = lambda count: None
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
@@ -154,8 +153,8 @@ class RolloutController:
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
         """Start the rollouts as `begin` does, with the cursor and the open groups of the journal. Return the open
-        groups. `cursor`: position in the checkpoint, which replaces the journal's cursor if there is no journal or its
-        last entries are lost. `newest_group_id`: largest id in a recorded batch; new groups get larger ids."""
+        groups. `cursor`: the checkpoint's cursor, used if there is no journal or if the journal's last entries are
+        lost. `newest_group_id`: largest id in a recorded batch; new groups get larger ids."""
         place = None if self._journal is None else self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
             place = cursor
@@ -185,10 +184,10 @@ class RolloutController:
         self._tensors = {}
 
     def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step. `on_scored`: receives the number of trajectories in open groups
-        that have rewards. The first call passes the present number. Each later call passes only the increase. Raises
-        DeadlineExceeded if the worker makes no progress, and Stopped on a stop request; in both cases, the journal
-        contains all reported tokens."""
+        """Return the groups of the next train step. `on_scored`: receives the number of trajectories with a reward in
+        open groups: the present number in the first call, and the increase in each later call. Raises DeadlineExceeded
+        if the worker makes no progress, and Stopped on a stop request; in both cases, the journal contains all reported
+        tokens."""
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -197,7 +196,7 @@ class RolloutController:
             if self.rules.pauses:  # the journal then has all tokens before the train step
                 for message in self._worker.transport.flush():
                     self._on_message(message)
-            elif self.rules.mode != "async":  # collect what aborted leases report: the worker is idle during the step
+            elif self.rules.mode != "async":  # collect the last reports: the worker is idle during the step
                 self._pump_until(lambda: not self.scheduler.num_leased)
         finally:
             self._on_scored = lambda count: None
@@ -234,7 +233,7 @@ class RolloutController:
         until_s = self._now_s() + longest_s
         if not self.is_stopping:  # otherwise, as after a kill, only journaled tokens are kept
             self._dispatch(ev.DispatchPaused(self._now_s()))
-            with suppress(Stopped):  # raised instead of loading a version, after the last lease has ended
+            with suppress(Stopped):  # raised when the last lease has ended and a version would be loaded
                 while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                     self._pump(min(1.0, left_s), "generate")
         if self._journal is not None:
@@ -271,12 +270,13 @@ class RolloutController:
             self._pump(1.0, "generate")
 
     def _pump(self, timeout_s: float, stage: str | None = None) -> None:
-        """Wait at most `timeout_s` for messages of the worker, or of the scorer if no lease is active, and process
-        them. The seconds of waiting for the worker are added to `seconds[stage]`."""
+        """Wait at most `timeout_s`, and process what has arrived. If a lease is active or there are no slots, the wait
+        is for the worker. Otherwise it is for the environments or, if no episode is acting, for the scorer. The seconds
+        of waiting for the worker are added to `seconds[stage]`."""
         if self._journal is not None:
-            self._journal.commit()  # otherwise, after a kill, a resumed run would give these group ids to other groups
+            self._journal.commit()  # otherwise, after a kill, a resumed run could use group ids twice
         if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
-            timeout_s = min(timeout_s, SHORT_WAIT_S)  # a reward or a first slot does not end the wait
+            timeout_s = min(timeout_s, SHORT_WAIT_S)  # neither a reward nor a first slot would end the wait
         begin_s = self._now_s()
         beside = self._player.sockets if self.scheduler.num_acting else None
         if self.scheduler.num_leased or not self._slots:
@@ -332,7 +332,7 @@ class RolloutController:
             return
         lease_id = self._lease_of.get(key)
         if lease_id is not None:
-            self._worker.transport.send(AbortLease(lease_id))  # a lease of another path of the episode still runs
+            self._worker.transport.send(AbortLease(lease_id))  # the lease may be for another path of the episode
             self._end_lease(lease_id)
         group.scored.pop(index, None)
         group.episodes.pop(index, None)
@@ -395,7 +395,7 @@ class RolloutController:
         """Continue the episodes of an earlier process. If an episode's turn had ended, send its action to the
         environment. An episode whose environment forbids replay starts again."""
         own = self._groups.get(group.issued.group_id)
-        if own is None or not self._player.plays(group.issued.prompt):  # without `own`, the scheduler has filtered it
+        if own is None or not self._player.plays(group.issued.prompt):  # `own` is None if the group was filtered
             return
         for trajectory in group.members:
             index = trajectory.sample_index
@@ -447,8 +447,8 @@ class RolloutController:
         del self._lease_of[self._leases.pop(lease_id)]
 
     def _submit(self, group: _Group, finished: Sequence[Trajectory]) -> None:
-        """Submit finished trajectories for scoring, or the whole group if its rewards depend on all members. Episodes
-        that no reward function scores already have their reward."""
+        """Submit finished trajectories for scoring. If rewards depend on all members of a group, submit the whole group
+        when all members are finished. Episodes that no reward function scores already have their reward."""
         whole = finished
         if self._scorer.sees_groups and finished:
             whole = group.members if all(t.finish_reason is not None for t in group.members) else ()
@@ -560,7 +560,7 @@ class RolloutController:
             self._player.forget((group_id, trajectory.sample_index))
         if cause == "dropped" and group.issued.attempts < self.rules.max_requeues:
             self._requeued[group_id] = group.issued
-            return  # a run that is resumed before the next attempt drops the group again
+            return  # if the run is resumed before the next attempt, it drops the group again
         if self._journal is not None:
             self._journal.discarded(group_id, cause)
 
@@ -570,7 +570,7 @@ class RolloutController:
 
 
 def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:
-    """Return the finished episodes of a restored group, whose rewards do not yet include the reward functions."""
+    """Return the finished episodes of a restored group. The rewards do not yet include values of reward functions."""
     found = {}
     for trajectory in carried.members:
         scored = carried.judged.get(trajectory.sample_index)

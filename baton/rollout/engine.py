@@ -21,8 +21,8 @@ OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
 of (seed, group, sample, position), so verification can repeat each draw."""
 
 SENT_BY_RUN = "sent by run"
-"""Context in which settings are validated that a run sends to its own processes. The run has validated the user's
-arguments of vLLM and may have added arguments that it refuses in a recipe."""
+"""Validation context of the settings that a run sends to its own processes. The run has already validated the user's
+vLLM arguments, and may have added arguments that are refused in a recipe."""
 
 
 class VllmSettings(Settings):
@@ -83,7 +83,8 @@ class VllmSettings(Settings):
 
 
 class SglangSettings(Settings):
-    """[engine.sglang] a running SGLang server for this run only. `slots` and `max_context_tokens` of [engine] apply."""
+    """[engine.sglang] a running SGLang server that only this run uses. `slots` and `max_context_tokens` of [engine]
+    apply."""
 
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     """URL of the server, such as http://127.0.0.1:30000."""
@@ -232,9 +233,9 @@ class Engine(Protocol):
         """Return reports of all tokens that running leases have generated since their last report."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights immediately. Running leases continue under the new version. Some leases require one
-        exact version (`is_exact`). If this is not the new version, a running lease is aborted, and a waiting lease is
-        refused with `Retry`."""
+        """Switch to new weights immediately. Running leases continue under the new version. A lease with `is_exact`
+        requires one version. If the new version is another one, such a lease is aborted if it is running, and refused
+        with `Retry` if it is waiting."""
 
     @property
     def stats(self) -> EngineStats:

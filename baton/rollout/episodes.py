@@ -136,12 +136,12 @@ class _Open:
 
 
 class ErrorBudget:
-    """Limits the share of episode attempts whose environment fails, over training and evaluations of a run.
+    """Limits the share of episode attempts whose environment fails. Counts training and evaluations of a run together.
 
     Consecutive attempts form blocks of `BLOCK` attempts. A failure counts in the block in which its attempt began, even
     if it happens much later. The share of failures in a block therefore does not depend on how long attempts take or
-    how many episodes are open. If an environment process exits, this is one failure, even if several calls were running
-    in the process.
+    how many episodes are open. The exit of an environment process counts as one failure in total, even if several calls
+    were running in the process.
     """
 
     BLOCK = 100
@@ -251,8 +251,8 @@ class EpisodePlayer:
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
         """Send the action of a finished turn to the environment, or return the episode if it is over. A turn that has
         reached `max_turn_tokens` is sent as it is, even if it has also reached the token limit of the episode. A turn
-        that only the limit of the episode or of the context has truncated is not sent. `reason`: why the engine ended
-        the turn."""
+        that is shorter than `max_turn_tokens`, because the token limit of the episode or the context has truncated it,
+        is not sent; the episode is then over. `reason`: why the engine ended the turn."""
         key, rules = _key(trajectory), self._tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory

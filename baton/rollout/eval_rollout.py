@@ -50,9 +50,9 @@ class EvalRollout:
         """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes.
 
         A multi-turn episode is yielded with the reward that its environment gave. Raises UserError if a prompt leaves
-        no room for a response, EngineFault if the worker serves another version, aborts a trajectory, or refuses too
-        many leases in a row, DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many
-        environments fail, and Stopped on a stop request.
+        no room for a response, DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many
+        environments fail, and Stopped on a stop request. Raises EngineFault if the worker serves another version,
+        aborts a trajectory, or refuses too many leases in a row.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)

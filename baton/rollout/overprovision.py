@@ -50,8 +50,8 @@ class OverprovisionSearch:
     """Upper bound of the level."""
     _batches: int = 0
     _wait: int = SETTLING + 1
-    """Number of calls to `next` until the measurement of the current level begins or, during this measurement, until it
-    ends."""
+    """Number of calls to `next` until the measurement of the current level begins; during the measurement, number of
+    calls until the measurement ends."""
     _before: SlotUse | None = None
     """`SlotUse` at the start of the measurement; None until the first measurement of a new level starts."""
     _rates: dict[float, tuple[float, int]] = field(default_factory=dict)

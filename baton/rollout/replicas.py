@@ -8,9 +8,9 @@
 Each replica loads a version by itself. `load_weights` returns when the replicas that served the last version have
 loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after
 `first + max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no new leases, and its current
-leases are refused, so the controller sends them to other replicas. A load is never interrupted by a newer version, but
-the replica then serves only after it has loaded the newest one; it skips the versions in between. A replica whose
-engine has failed is started again, and receives the next version.
+leases are refused, so the controller sends them to other replicas. A newer version never interrupts a load. After such
+a load, the replica serves nothing until it has loaded the newest version; it skips the versions in between. A replica
+whose engine has failed is started again, and receives the next version.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LATE_LOADS: Final = 2
 """Number of late loads in a row after which a warning names the replica."""
 _POLL_S: Final = 0.1
 _CLOSE_S: Final = 30.0
-"""Seconds after which `close` no longer waits for the replicas' threads, and closes their engines itself."""
+"""Maximum seconds that `close` waits for the replicas' threads before it closes the engines itself."""
 
 
 class Versions(Protocol):
@@ -74,7 +74,7 @@ class Versions(Protocol):
 @dataclass(slots=True)
 class _Load:
     tensors: Mapping[str, Any] | None
-    """None if the load has begun, or if a newer version has replaced it: a late replica keeps no versions in memory."""
+    """None if the load has begun or a newer version has replaced it, so that a late replica keeps no old tensors."""
     version: PolicyVersion
 
 
@@ -101,7 +101,7 @@ class _Replica:
     busy_s: float = 0.0
     """Seconds spent in steps of the engine. Steps run only while the replica has leases."""
     late_loads: int = 0
-    """Number of loads that ended after a newer version was offered, since the replica last served a version."""
+    """Number of loads, since the replica last served a version, that ended only after a newer version was offered."""
     has_warned: bool = False
     """Whether a warning has named the replica because its loads are always late."""
     lease_s: float = 0.0
@@ -140,7 +140,7 @@ class ReplicaTransport(WorkerTransport):
         self._outbox: list[FromPort] = []
         self._closing = Event()
         self._age_s = time_left(0.0)
-        """Negative number of seconds since the last version was offered."""
+        """Returns minus the number of seconds since the last offer of a version."""
         self._interval_s = 0.0
         """Seconds between the last two offers."""
         self.replicas: list[_Replica] = []
@@ -244,8 +244,8 @@ class ReplicaTransport(WorkerTransport):
                 event = self._events.get_nowait()
 
     def _on_loaded(self, replica: _Replica, version: PolicyVersion, cause: str, took_s: float) -> None:
-        """The replica has loaded a version in `took_s` seconds or, if `cause` is not empty, has failed to load it. It
-        serves only the newest version, because leases require this version."""
+        """The replica has loaded a version in `took_s` seconds or, if `cause` is not empty, has failed to load it. A
+        replica serves only the newest version, because leases require this version."""
         if version != self._version:
             replica.late_loads += not cause
             if replica.late_loads >= _LATE_LOADS and not replica.has_warned:
@@ -314,7 +314,7 @@ class ReplicaTransport(WorkerTransport):
             self._trace.on_lease(message, replica.name, self._slots[index])
             if replica.is_serving:
                 replica.inbox.put(without_replay_data(message))
-            else:  # the queue sends a waiting lease to a replica only so that it can be aborted
+            else:  # the queue sends a waiting lease here only to abort it
                 self._refuse(replica, message.lease_id)
 
     def _check_any(self) -> None:
@@ -335,7 +335,7 @@ class ReplicaTransport(WorkerTransport):
             try:
                 self._serve(replica, inbox)
                 return
-            except Exception as error:  # noqa: BLE001  # any error ends the engine, and not the others
+            except Exception as error:  # noqa: BLE001  # an error ends only this engine
                 self._events.put(partial(self._on_ended, replica, first_line(error)))
             finally:
                 replica.engine.close()

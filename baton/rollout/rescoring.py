@@ -37,13 +37,15 @@ class Rescored:
     behavior_logprobs: tuple[float, ...]
     """[N] Reported logprobs, nats."""
     logprobs: tuple[float, ...]
-    """[N] Recomputed logprobs at the sampling temperature, nats, over the reported sampling mask, if any."""
+    """[N] Recomputed logprobs at the sampling temperature, nats. If the worker reported a sampling mask, the logprobs
+    are normalised over the mask."""
     draw_gaps: tuple[float, ...]
-    """[N] Distance in log-odds (nats) between the draw and the token's interval of the distribution function; 0 if the
-    draw selects the token. For greedy decoding: the largest logit minus the token's logit."""
+    """[N] Distance in log-odds (nats) between the uniform random number and the token's interval of the cumulative
+    distribution function; 0 if the number selects the token. For greedy decoding: the largest logit minus the token's
+    logit."""
     tail_masses: tuple[float, ...]
-    """[N] Sum of the sampling probabilities of the token itself and of all tokens that are at most as likely; 1 for
-    greedy decoding."""
+    """[N] Sum of the sampling probabilities of the token and of all tokens that are at most as likely as this token; 1
+    for greedy decoding."""
     mask_gaps: tuple[float, ...] = ()
     """[N] Distance in nats between the reported sampling mask and the recomputed mask of top-k and top-p; 0 if the two
     masks are equal. Empty if the worker reported no masks."""

@@ -17,8 +17,8 @@ The mode determines when a new group may be opened:
 
 N counts the new group and all groups opened before it, except filtered and dropped groups. v is the oldest version that
 a worker may serve. In `sync`, max_staleness is 0. In the modes `sync` and `partial`, trajectories are generated only
-while the trainer waits for a batch. When a batch is delivered in `partial`, all leases are aborted. If the workers then
-pause (`Rules.pauses`), the leases are kept instead. The worker transport chooses the worker of each trajectory.
+while the trainer waits for a batch. When a batch is delivered in `partial`, all leases are aborted, unless the workers
+pause (`Rules.pauses`). The worker transport chooses the worker of each trajectory.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class RolloutScheduler:
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._max_leases = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of the pending trajectories: (whether it has no tokens, group id, sample index). Trajectories with
-        tokens therefore come first; among equals, lower group ids come first. Outdated entries of revoked trajectories
-        may remain; `_assign` skips such entries."""
+        """Heap of the pending trajectories: (whether the trajectory has no tokens, group id, sample index).
+        Trajectories with tokens therefore come first; among equals, lower group ids come first. Outdated entries of
+        revoked trajectories may remain; `_assign` skips such entries."""
         self._dropped: deque[tuple[int, int]] = deque()
         """Dropped groups whose prompts will be tried again. Each entry has the id of the dropped group and the number
         of attempts at its prompt so far."""
@@ -74,9 +74,9 @@ class RolloutScheduler:
         self._is_requested = False
         self._is_paused = False
         self._is_changing = False
-        """True from the publication of a version until the workers serve it. Meanwhile no lease is assigned, and the
-        version is loaded when the last lease has ended, unless workers load versions while leases run
-        (`Rules.is_in_flight`)."""
+        """True from the publication of a version until the workers serve it. With `Rules.is_in_flight`, workers load
+        the version while leases run. Otherwise no lease is assigned meanwhile, and the version is loaded when the last
+        lease has ended."""
         self._published = version
         self._served: int | None = None
         """Version of the last `VersionServed` event; None before the first one."""
@@ -286,7 +286,7 @@ class RolloutScheduler:
             return
         most = min(self._max_leases, self.rules.max_concurrency or math.inf)
         if self.rules.may_pause and most - len(self._leased) < (most - self._slots) / 2:
-            return  # sending many leases at once takes less time, and half of the queue is enough until then
+            return  # half a queue is enough for now, and sending many leases at once takes less time
         is_exact, version = not self.rules.is_in_flight, self._oldest_served()
         while len(self._leased) < most and (self._pending or self._may_open()):
             if not self._pending:

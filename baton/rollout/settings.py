@@ -45,7 +45,8 @@ class Rules:
     is_swarm: bool = False
     """Whether the workers are a swarm: each worker loads a new version as soon as it has fetched the weights."""
     max_lag: int = 0
-    """A swarm worker receives leases only if it is at most this number of published versions behind the latest."""
+    """A swarm worker receives leases only if its version is at most this number of published versions behind the
+    latest."""
     may_pause: bool = False
     """Whether the workers pause while the controller does not wait for their messages. Running trajectories keep their
     state during a pause."""

@@ -109,7 +109,7 @@ class LocalTransport(WorkerTransport):
                 self.engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """Run at least one step. `timeout_s` has no effect: a step is much shorter than any timeout."""
+        """Run at least one step. `timeout_s` has no effect, because a step never waits for messages."""
         if self._is_paused:
             self._trace.continued()
         self._is_paused = False

@@ -11,7 +11,8 @@ Action = Callable[..., None]
 
 
 class NoProgress(Exception):
-    """Raised if the run is incomplete and no event is scheduled, or if the run makes no progress."""
+    """Raised if no event is scheduled although the run is incomplete, or if the controller exceeds a deadline or raises
+    an `EngineFault`."""
 
 
 class VirtualClock:

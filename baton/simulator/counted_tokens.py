@@ -1,6 +1,6 @@
-"""Tokens of a simulated trajectory. A token consists only of a position and a number called origin. Two engines or
-leases that generate different tokens have different origins. A trajectory of any length therefore takes the memory of a
-few numbers. The values are valid token ids, so that leases, reports, messages and journal of a simulated run have the
+"""Tokens of a simulated trajectory. A token consists only of a position and a number called origin, so a trajectory of
+any length takes the memory of a few numbers. Two engines or leases that generate different tokens have different
+origins. The values are valid token ids, so that leases, reports, messages and journal of a simulated run have the
 same form as in a live run."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An engine in virtual time: continuous batching with a number of slots and a KV cache of limited size.
 
 Decode steps are not simulated one by one. Between two events, only the context lengths change: each grows by one token
-per step. The time of a step therefore changes linearly, and k steps take
+per step. Each step therefore takes `slope` longer than the step before. If the first step takes `step`, k steps take
 
     D(k) = k · step + slope · k (k − 1) / 2
 
@@ -85,8 +85,8 @@ class SimEngine:
         self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
         self.wrong = 0
-        """0 while the engine generates correct tokens. Otherwise, the next leases get this number as the origin of
-        their tokens, and therefore generate wrong tokens. Engines of the kinds in `OWN_NOISE` ignore this number."""
+        """0 while the engine generates correct tokens. Otherwise, the tokens of later leases have this number as their
+        origin, and therefore differ from correct tokens. Engines of the kinds in `OWN_NOISE` ignore this number."""
         self._has_own_noise = spec.kind in OWN_NOISE
         self._clock, self._speed, self._on_reports, self._tracer = clock, spec.speed, on_reports, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
@@ -157,7 +157,8 @@ class SimEngine:
             self._poke()
 
     def stop(self) -> None:
-        """Stop after the last whole step. `go_on` continues; without `go_on`, the stop is permanent."""
+        """Stop, and discard the step that is being computed. `go_on` continues; without `go_on`, the stop is
+        permanent."""
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 

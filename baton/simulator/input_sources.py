@@ -34,8 +34,8 @@ from baton.swarm.leases import LeaseRules
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Assumed number of slots of an engine if its plan was made from a table of token rates, because such a plan does not
-state batch sizes."""
+"""Assumed number of slots of an engine in a plan that was made from a table of token rates. Such a plan does not state
+batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class SimulationOptions:
     drift: float = 0.0
     judge_cv: float = 0.0
     recorded: tuple[ScriptedGroup, ...] = ()
-    """Groups of a recorded run. If groups are given, their lengths are used instead of a distribution of lengths."""
+    """Groups of a recorded run. Their lengths replace the distributions of lengths, unless `correlation` or `drift` is
+    set."""
     is_detailed: bool = False
     """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
 
@@ -184,7 +185,7 @@ def rollout_settings(base: dict[str, Any], overrides: Mapping[str, Any] | Sequen
         set_key(tree, key, value)
     given = tree["rollout"]
     if isinstance(given, Mapping):
-        # these two values of `base` are defaults of the plan's mode, and do not apply to another mode
+        # `on_new_version` and `max_staleness` of `base` are defaults of the plan's mode; another mode has its own
         if given.get("mode", base["mode"]) != base["mode"]:
             base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
         tree["rollout"] = {**base, **given}

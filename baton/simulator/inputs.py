@@ -77,7 +77,7 @@ class Setting:
     swarm: SwarmSpec | None = None
     """Hub and workers. None if the engines share one queue and load new weights at the same time."""
     train_slowdown: float = 1.0
-    """Factor by which a train step is slower while engines use the same cores."""
+    """Factor by which a train step is slower while engines generate on the same machine."""
     engine_slowdown: float = 1.0
     """Factor by which engines are slower during a train step."""
     handover_s: float = 0.0

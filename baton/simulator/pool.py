@@ -1,7 +1,7 @@
 """Simulated engines with the lease queue of a live pool (`rollout/processes/lease_queue.py`).
 
 All engines load new weights at the same time, and the trainer waits until all engines have loaded them. An engine
-reports its tokens only at the end of a lease, when it loads weights, and when the controller pauses it.
+reports its tokens only at the end of a lease, when it loads weights, and when the controller pauses the engine.
 """
 
 from __future__ import annotations

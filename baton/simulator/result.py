@@ -43,7 +43,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class RunRecord(Ledger):
-    """Record of one run. Token counts are sums over all starts of the controller."""
+    """Record of one run. Token counts include the work before each restart of the controller."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
@@ -57,7 +57,8 @@ class RunRecord(Ledger):
     """Name of a fault, or of a reaction to a fault → how often it occurred."""
 
     def add(self, ledger: Ledger) -> None:
-        """Add the ledger of a controller that has stopped, except the number of generated tokens."""
+        """Add the ledger of a controller that has stopped, except the number of generated tokens, which
+        `Simulation.run` computes at the end."""
         for name in ACCOUNTS[1:]:
             setattr(self, name, getattr(self, name) + getattr(ledger, name))
         self.lost += ledger.lost

@@ -1,5 +1,4 @@
-"""Builds and runs a simulation of a setting. Also logs the simulation's events and commands, and keeps its trace
-spans."""
+"""Builds the simulation of a setting and runs it. If requested, logs events and commands, and keeps trace spans."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from baton.simulator.network import NetworkFaults
 from baton.simulator.pool import SimulatedEnginePool
 from baton.simulator.result import Result, RunRecord, summarise
 from baton.simulator.seeds import choices
-from baton.simulator.simulation import DEFAULTS, EventObserver, RunOptions, Simulation
+from baton.simulator.simulation import NO_OPTIONS, EventObserver, RunOptions, Simulation
 from baton.simulator.swarm import FaultInjector, Swarm
 from baton.swarm import lease_events as ev
 
@@ -52,7 +51,7 @@ class Spans:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
 
-def build(setting: Setting, options: RunOptions = DEFAULTS) -> Simulation:
+def build(setting: Setting, options: RunOptions = NO_OPTIONS) -> Simulation:
     """Build a simulation that is ready to run. Raises UserError for faults that do not fit the setting."""
     world = Simulation(setting, options)
     if setting.swarm is None:
@@ -71,7 +70,7 @@ def build(setting: Setting, options: RunOptions = DEFAULTS) -> Simulation:
     return world
 
 
-def simulate(setting: Setting, options: RunOptions = DEFAULTS) -> RunRecord:
+def simulate(setting: Setting, options: RunOptions = NO_OPTIONS) -> RunRecord:
     """Simulate a run. Raises NoProgress if the run makes no progress."""
     return build(setting, options).run()
 

@@ -29,7 +29,7 @@ class SimulatedScorer:
         self._random = choices(seed, "judges")
         self._sigma = math.sqrt(math.log1p(spec.cv**2))
         self._free_s: list[float] = []
-        """Heap of the times at which each scorer that has been used becomes free."""
+        """Heap with one time per scorer that has been used: the time at which the scorer becomes free."""
         self._done: list[ScoredTrajectory] = []
         """Trajectories that `collect` will return."""
         self._since_s = self._until_s = 0.0

@@ -31,7 +31,7 @@ _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class ScriptedGroup:
-    """The numbers of tokens of a group, and whether it has advantages."""
+    """The prompt length and response lengths of a group, and whether the group has advantages."""
 
     prompt: int
     lengths: Sequence[int]
@@ -47,8 +47,8 @@ class TrajectoryWork:
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Correlation of the lengths within a group, 0 to 1. Each length is computed from a normally distributed score;
-    this is the correlation between the scores of two members."""
+    """Correlation of the lengths within a group, 0 to 1. Each length is computed from a normally distributed score, and
+    `correlation` is the correlation between the scores of two members."""
     drift: float = 0.0
     """Growth of all lengths per train step, as a share of the initial lengths. Lengths never exceed the longest length
     of `output`."""

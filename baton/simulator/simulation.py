@@ -81,7 +81,7 @@ class RunOptions:
     """Called after each new train step, with its number and the number of train steps of the run."""
 
 
-DEFAULTS = RunOptions()
+NO_OPTIONS = RunOptions()
 
 
 class ObservedController(RolloutController):
@@ -108,7 +108,7 @@ class ObservedController(RolloutController):
 class Simulation(BatchRecords):
     """One simulated run. The recorded batches are kept in memory."""
 
-    def __init__(self, setting: Setting, options: RunOptions = DEFAULTS) -> None:
+    def __init__(self, setting: Setting, options: RunOptions = NO_OPTIONS) -> None:
         self.setting, self.options, self.rules, self.clock = setting, options, setting.rules, VirtualClock()
         self.script = Script(setting.work, options.seed, self.rules.batch_groups, self.rules.group_size)
         self.record = RunRecord()
@@ -119,6 +119,7 @@ class Simulation(BatchRecords):
         """Set before `run`."""
         self._timer = StageTimer(options.tracer or TraceWriter(), now_s=lambda: self.clock.now_s)
         self._scorer = SimulatedScorer(setting.judges, self.script, self.clock, options.seed, options.tracer)
+        # without restarts, the simulation needs no journal
         has_restarts = any(fault.kind == "restart" for fault in options.faults)
         self._journal = Journal(None, keeps_partials=self.rules.mode != "sync") if has_restarts else None
         self._recorded: dict[int, Sequence[Group]] = {}

@@ -43,7 +43,7 @@ from baton.types import FromHub, FromPort, Lease, PolicyVersion
 
 
 class ObservedLeaseBroker(LeaseBroker):
-    """A `LeaseBroker` that calls observers, and counts its reactions to faults."""
+    """A `LeaseBroker` that calls observers, and counts repeated leases and expelled workers."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, swarm: Swarm) -> None:
         super().__init__(table, check, clock)

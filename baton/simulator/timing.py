@@ -56,7 +56,7 @@ class FlatSpeed:
 
 
 class CostSpeed:
-    """Speed of a replica according to the cost model, with the attributes and methods of `FlatSpeed`."""
+    """Speed of a replica according to the cost model."""
 
     def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
@@ -82,10 +82,11 @@ class CostSpeed:
 
 
 Speed = FlatSpeed | CostSpeed
+"""Speed of an engine: `trajectory_s`, `prefill_overhead_s`, `step_s` and `prefill_s`."""
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the tokens that fit into a replica's KV cache, or infinity if slots have caches of fixed size."""
+    """Return the number of tokens that fit into a replica's KV cache; infinity if each slot has a fixed-size cache."""
     if work.engine_context_tokens:
         return math.inf
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)

@@ -296,8 +296,8 @@ def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple
 
 
 def paged_cache_bytes(model: ModelSpec, sequences: int, context_tokens: int, value_bytes: int) -> int:
-    """Return the bytes of a KV cache of vLLM for this number of sequences of full length: whole blocks, and a margin of
-    16 MiB."""
+    """Return the bytes of vLLM's KV cache for `sequences` sequences of `context_tokens` tokens each: whole blocks, and
+    a margin of 16 MiB."""
     blocks = sequences * (context_tokens // CACHE_BLOCK + 1)
     return int(blocks * CACHE_BLOCK * model.kv_bytes_per_token(value_bytes)) + 2**24
 

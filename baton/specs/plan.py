@@ -20,7 +20,7 @@ PROVEN = 1e-6
 
 
 GpuIds = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-"""Ids of at least one GPU, each as `node:index`. A plan without them in a file is refused."""
+"""Ids of at least one GPU, each as `node:index`. `read_plan` refuses a plan in which such a list is empty."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Stage(msgspec.Struct, frozen=True):
     """Memory used on each GPU."""
     memory_limit_bytes: float
     speed: float = 1.0
-    """Speed of a rank of this element, relative to the fastest rank. Only used if `Training.is_mixed` is set."""
+    """Speed of each rank, relative to the fastest rank of the mixed stage. Only used if `Training.is_mixed` is set."""
 
 
 class Training(msgspec.Struct, frozen=True):
@@ -254,7 +254,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class _AnyFormat(msgspec.Struct):
-    """The field that plans of all formats have."""
+    """The only field that a plan has in every format; other fields may change from one format to the next."""
 
     format: int = FORMAT
 

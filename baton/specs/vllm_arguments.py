@@ -47,7 +47,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("trust_remote_code code_revision model_class_overrides logits_processors middleware", "", _NO_CODE),
     ("scheduler_cls io_processor_plugin tool_parser_plugin reasoning_parser_plugin", "", _NO_CODE),
     ("logging_config log_config_file", "", _NO_CODE),
-    ("reasoning_parser", "", ""),  # the beginning of another name
+    ("reasoning_parser", "", ""),  # allowed, although it looks like an abbreviation of `reasoning_parser_plugin`
 )
 """Each row has three texts. The first lists names of arguments. The second is the advice to a user who sets one of them
 in [engine.vllm], and the third is the advice to a user who sets one in [[reward]]. If the advice for a section is

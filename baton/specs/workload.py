@@ -49,7 +49,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return 1 - np.searchsorted(self.values, positions, side="right") / len(self.values)
 
 
-@lru_cache(maxsize=1024)  # a planner asks for the same few moments once per candidate shape
+@lru_cache(maxsize=1024)  # the planner needs the same few moments for each candidate shape
 def _moment(values: tuple[float, ...], order: int) -> float:
     return float(np.mean(np.asarray(values) ** order))
 
@@ -185,8 +185,8 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def computed_squared(self) -> float:
-        """Sum of (prompt + output)² over a batch, as a measure of the trainer's pairs of tokens in attention. A pair
-        whose two tokens belong to a shared prompt counts once per group."""
+        """Sum of (prompt + output)² over a batch; the trainer's attention FLOPs are proportional to this sum. A pair of
+        tokens that both belong to a shared prompt counts once per group."""
         repeated = self.num_trajectories - self.groups if self.shares_prompts else 0
         return self.num_trajectories * self.trajectory_squared - repeated * self.prompt.moment(2)
 

@@ -32,8 +32,8 @@ from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkL
 MAX_REFUSALS = 64
 """A worker is disconnected if it has refused more than this number of leases since its last accepted report."""
 MAX_PROVENANCE = 200_000
-"""The broker stores the authors of trajectories without a lease, so that it can revoke these trajectories. This is the
-maximum number of such trajectories. The oldest records are removed first."""
+"""After the last lease of a trajectory has ended, the broker still stores which workers generated its tokens, so that
+it can revoke the trajectory. This is the maximum number of such records. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
 """Maximum number of stored replacements. A replacement is the finished trajectory that replaces a revoked trajectory
 (`ReplaceTokens`). It is stored until the controller requests the revoked trajectory again."""
@@ -203,8 +203,8 @@ class LeaseBroker:
         return worker in self._authors
 
     def trained(self, keys: Iterable[Key]) -> None:
-        """Forget the authors of trajectories that were trained on, because such trajectories cannot be revoked any
-        more. Also forget the workers that have left, unless they generated tokens of other trajectories."""
+        """Forget the authors of trajectories that were trained on, because these cannot be revoked any more. Also
+        forget the workers that have left and generated no tokens of other trajectories."""
         for key in keys:
             self._provenance.pop(key, None)
         if self._authors <= self.table.workers.keys():
@@ -231,9 +231,9 @@ class LeaseBroker:
         )
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare the leases that a worker lists after a reconnection with the lease table. A lease that the worker
-        does not list ends, and its task is granted again. A listed lease that is no longer valid is dropped. A listed
-        lease that was recalled is recalled again."""
+        """Compare the leases that a worker lists after a reconnection with the lease table. If the worker does not list
+        one of its leases, this lease ends and its task is granted again. A listed lease that is no longer valid is
+        dropped. A listed lease that was recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
@@ -401,9 +401,9 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease, which
-        `want` sends when the controller requests the trajectory again. No replacement is stored for a later turn of an
-        episode, because the earlier turns are generated again too."""
+        """Revoke the trajectory that the controller already has, and store the trajectory of the finished lease as its
+        replacement. When the controller requests the trajectory again, `want` sends the replacement. No replacement is
+        stored for a later turn of an episode, because the earlier turns are generated again too."""
         lease = self._forget(number).lease
         key = key_of(lease)
         if not lease.trajectory.turn_offset:

@@ -1,4 +1,5 @@
-"""Events and commands of the lease table. They contain only counts of tokens; the lease broker stores the tokens."""
+"""Events and commands of the lease table. Events and commands contain only counts of tokens and numbers of versions;
+the lease broker stores the tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     """Expected speed of one slot, relative to the mean over all workers. This value comes from a plan, never from the
     worker itself."""
     kind: str | None = ""
-    """Workers of the same kind generate the same tokens from the same noise. None: the worker's engine uses its own
-    noise and generates different tokens each time."""
+    """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
+    worker's engine uses its own noise and generates different tokens each time."""
     owner: str | None = None
-    """All workers of an owner share the credit that limits their leases (`LeaseCredit`). None: the run itself started
-    the worker, which may fill all its slots immediately."""
+    """Owner of the worker. All workers of an owner share the credit that limits their leases (`LeaseCredit`). None
+    means that the run itself started the worker, which may then fill all its slots immediately."""
 
 
 class WorkerWeightChanged(TimedEvent, frozen=True, tag="WorkerWeighed"):

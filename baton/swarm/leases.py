@@ -137,7 +137,7 @@ class LeaseTable:
         """True if a task or a slot has become available since the last attempt to grant leases."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Apply one event; return the resulting commands in order. Ignore events of ended leases, tasks and workers."""
+        """Apply one event; return the resulting commands in order. Events of leases that have ended are ignored."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
     def _apply_event(self, event: ev.Event) -> Iterator[ev.Command]:
@@ -460,17 +460,13 @@ class LeaseTable:
             worker.last_seen_s = min(now_s, worker.last_seen_s + event.delay_s)
             worker.last_progress_s = min(now_s, worker.last_progress_s + event.delay_s)
             self._credit(worker, lambda credit: credit.recover(now_s))
-            cause = ""
             if now_s - worker.last_seen_s > rules.heartbeat_timeout_s:
-                cause = f"sent no message for {rules.heartbeat_timeout_s:.0f} s"
+                yield from self._time_out(worker, f"sent no message for {rules.heartbeat_timeout_s:.0f} s")
             elif worker.leases and now_s - worker.last_progress_s > rules.progress_timeout_s:
                 held = f"held {len(worker.leases)} leases"
-                cause = f"{held} and generated no token for {rules.progress_timeout_s:.0f} s"
                 for _ in worker.leases:
                     self._credit(worker, LeaseCredit.lose)
-            if cause:
-                yield ev.DisconnectWorker(worker.number, cause)
-                yield from self._remove(worker)
+                yield from self._time_out(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
         for lease in list(self.leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
@@ -482,6 +478,10 @@ class LeaseTable:
         yield from self._grant_all(now_s)
         if rules.backup_lease_factor:
             yield from self._grant_backups(now_s)
+
+    def _time_out(self, worker: Worker, cause: str) -> Iterator[ev.Command]:
+        yield ev.DisconnectWorker(worker.number, cause)
+        yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
         """Start backup leases for the slowest leases. Each backup lease is granted to the fastest free worker that is

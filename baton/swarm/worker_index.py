@@ -209,8 +209,8 @@ class WorkerIndex:
         return top
 
     def _first(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove outdated entries from the start of a heap. Return the first entry that remains, or None. Unlike
-        `_top`, this method does not check whether the entry's owner may hold one more lease."""
+        """Remove outdated entries from the start of a heap. Return the first entry that remains, or None. Entries of
+        owners that may hold no further lease are not removed."""
         while entries and entries[0][3].stamp != entries[0][2]:
             heapq.heappop(entries)
         return entries[0] if entries else None

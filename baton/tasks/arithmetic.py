@@ -210,7 +210,7 @@ def _divisor(dice: random.Random, dividend: int, most: int) -> str:
 
 
 def _common_divisors(one: int, other: int) -> list[int]:
-    """Return the divisors of the numbers' greatest common divisor g: each d ≤ √g, ascending, followed by g / d."""
+    """Return the divisors of the numbers' greatest common divisor g: ascending d ≤ √g, each followed by g / d."""
     greatest = math.gcd(one, other)
     small = (each for each in range(1, math.isqrt(greatest) + 1) if greatest % each == 0)
     return [divisor for each in small for divisor in dict.fromkeys((each, greatest // each))]

@@ -82,8 +82,8 @@ class EnvironmentTask:
         return Problem(question, first.canonical, None, metadata, (*first.earlier, Message("user", question)))
 
     def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
-        """Play random actions until the episode ends; yield actions and observations alternately, an action last.
-        Raises UserError if the environment does not ship with Baton, or has no random actions."""
+        """Play random actions until the episode ends; yield actions and observations alternately, ending with an
+        action. Raises UserError if the environment does not ship with Baton, or has no random actions."""
         environment: Any = load_environment(self.spec).make() if self._local is not None else None
         if not hasattr(environment, "random_action"):
             raise UserError(
@@ -121,5 +121,5 @@ class EnvironmentTask:
                     self.check_stop()
             finally:
                 self._pool.discard(request.key)
-                self._pool.metrics()  # resets its lists of times
+                self._pool.metrics()  # clears the pool's lists of durations
             return found[0]

@@ -28,8 +28,8 @@ from baton.tasks.problem import Problem
 from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 
 BLOCK = 500
-"""Number of items of each reasoning-gym dataset object. It is small because some datasets generate all items when they
-are created."""
+"""Number of items of each reasoning-gym dataset object. The number is small, because some datasets generate all items
+when they are created."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
@@ -179,7 +179,7 @@ def may_be_scored(gym_name: str, answer: str) -> bool:
 
     Some scorers pass the answer to `eval`, or to sympy's `parse_expr`, which calls `eval`. An answer such as
     `__import__('os').system(…)` would be executed, and `9**9**9**9` would not return. Answers are untrusted, because
-    the policy writes them. For these tasks, only the plain form that the task asks for is admitted.
+    the policy writes them. For tasks with such a scorer, only the plain form that the task asks for is admitted.
     """
     plain = _PLAIN_ANSWERS.get(gym_name)
     return plain is None or (len(answer) <= _MAX_ANSWER_CHARACTERS and plain.fullmatch(answer) is not None)

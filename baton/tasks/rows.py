@@ -32,8 +32,8 @@ def read_rows(what: str, path: str, split: str = "train", config: str | None = N
 
     `path`: a JSONL file, a parquet file, a directory written by `save_to_disk` of Hugging Face datasets, or the name of
     a dataset on the hub, with `@revision` if it is not the newest. Values are plain JSON values. Raises UserError,
-    which begins with `what`, if the path cannot be read or has no rows, if a line is not a JSON object, or if the split
-    or a package is missing.
+    whose message begins with `what`, if the path cannot be read or has no rows, if a line is not a JSON object, or if
+    the split or a package is missing.
     """
     source = Path(path)
     if is_hub_name(path):
@@ -61,7 +61,7 @@ def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
             where = f"{file}, line {number}"
             try:
                 row = msgspec.json.decode(line, type=Row)
-                msgspec.msgpack.encode(row)  # as the journal and the messages to reward processes
+                msgspec.msgpack.encode(row)  # refuse a row that the journal could not store
             except OverflowError as error:
                 raise UserError(
                     f"{what}: {where} has an integer of more than 64 bits; write it as text, in quotation marks"
@@ -115,7 +115,7 @@ def _rows_of(what: str, path: str, found: Dataset | DatasetDict, split: str) -> 
         for number, row in enumerate(found.with_format(None), start=1):
             where = f"{path}, row {number}"
             yield where, _plain(what, where, row)
-    except ImportError as error:  # of a package that decodes images or audio
+    except ImportError as error:  # a package that decodes images or audio is missing
         raise UserError(f"{what}: {path} has a column that cannot be read: {error}; remove the column") from error
 
 
@@ -184,7 +184,7 @@ def _plain(what: str, where: str, row: Row) -> Row:
 
 
 def _time_as_text(value: Any) -> str:
-    """Return times of pandas, which pyarrow gives for nanoseconds, as text. msgspec knows only their base classes."""
+    """Convert pandas times, which pyarrow gives for nanoseconds, to text. msgspec converts only their base classes."""
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, timedelta):

@@ -85,7 +85,7 @@ class ProblemSettings(Settings):
     these prompts. refuse: the run does not start if the check before the start finds such a prompt, and skips prompts
     that this check misses."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets.
+    """Maximum number of tokens of a prompt. Has an effect only below the limit that engine.max_context_tokens sets.
     `too_long` states how longer prompts are treated."""
 
     @model_validator(mode="before")
@@ -162,8 +162,8 @@ class EvalTaskSettings(ProblemSettings):
     split: str = "auto"
     """Split to read, if `path` is a directory or a hub name with several splits. auto: `test`, or the only split."""
     held_out: Literal["all", "hash"] = "all"
-    """all: all rows of `path` are test problems. hash: only those problems are test problems that a [[task]] with the
-    same problems holds out, about a tenth. Without `path`, the value is always hash."""
+    """all: all rows of `path` are test problems. hash: only the problems that the held-out hash selects, about a tenth,
+    are test problems; a [[task]] with the same problems does not train on these. Without `path`, hash applies."""
     num_prompts: int | None = Field(default=None, ge=1)
     """Maximum number of problems. The default is all rows of `path`. Without `path`, or with held_out = "hash", the
     default is eval.num_prompts."""
@@ -224,8 +224,8 @@ class TaskMixture:
             for name, task in self.tests.items()
             if isinstance(task, EnvironmentTask) and self._tests[name].uses_all and task.spec.path in trained
         }
-        """Test set of an environment that is also trained on → number of its rows that have been drawn. `_tested` lacks
-        the problems of the other rows."""
+        """Test set of an environment that is also trained on → number of its rows that have been drawn. The problems of
+        the other rows are not in `_tested` yet."""
 
     @property
     def scored_tasks(self) -> dict[str, FileTask | GymTask]:
@@ -239,7 +239,7 @@ class TaskMixture:
             task.close()
 
     def stop_draws(self, check: Callable[[], None]) -> None:
-        """Call `check` about once a second while an environment draws a problem. Its error ends the draw."""
+        """Call `check` about once a second while an environment draws a problem. An error of `check` ends the draw."""
         for task in self._environment_tasks():
             task.check_stop = check
 
@@ -289,10 +289,11 @@ class TaskMixture:
         """Return distinct held-out prompts in equal shares from all tasks; if there are test sets, return their prompts
         instead. Every call returns the same prompts.
 
-        A test set gives as many prompts as its own `num_prompts` states. By default, it gives all rows of its `path` if
-        it `uses_all`, and otherwise as many as the argument `num_prompts`. Without `or_fewer`, no test set gives more
-        than this argument. Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With
-        `or_fewer`, and for test sets, the error is raised only if no held-out problem is found.
+        The key `num_prompts` of [[eval.task]] states how many prompts a test set gives. By default, a test set with
+        `uses_all` gives all rows of its `path`, and any other test set as many prompts as the argument `num_prompts`.
+        Without `or_fewer`, no test set gives more than this argument. Raises TaskExhausted if a task has fewer distinct
+        held-out problems than its share. With `or_fewer`, and for test sets, the error is raised only if no held-out
+        problem is found.
         """
         prompts: list[Prompt] = []
         if self.tests:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.errors import Suspect
 from baton.trainer.algorithm import AlgorithmSettings
@@ -17,10 +16,12 @@ MIN_ESS = 0.5
 MAX_MASKED_FRAC = 0.5
 """The run warns if more than this fraction of the tokens is too old to be trained."""
 
+
 CAUSE = (
     "engine and trainer compute different logprobs from equal weights; to find the cause, compute both in float32 "
     "(engine.dtype, trainer.dtype)"
 )
+
 
 MAX_SUSPECTS = 20
 """Maximum number of trajectories that an error names; more would not fit into `MAX_TEXT`."""
@@ -66,26 +67,31 @@ class Alarms:
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         kl_limit, diff_limit = self._settings.max_mismatch_kl[0], self._settings.max_logprob_diff[0]
-        names = "policy/mismatch_kl", "policy/logprob_diff_max", "policy/ess", "staleness/masked_frac"
-        kl, diff, ess, masked = (metrics.get(name, math.nan) for name in names)  # NaN crosses no threshold
-        checks = (
-            (kl > kl_limit, f"policy/mismatch_kl is {kl:.3g} nats per token, above {kl_limit:g}: {CAUSE}"),
-            (diff > diff_limit, f"policy/logprob_diff_max is {diff:.3g} nats, above {diff_limit:g}: {CAUSE}"),
-            (
-                ess < MIN_ESS,
-                f"policy/ess (effective sample size per trained token) is {ess:.2f}, below {MIN_ESS}: the policy "
+        checks: dict[str, tuple[Callable[[float], bool], str]] = {
+            "policy/mismatch_kl": (
+                lambda value: value > kl_limit,
+                f"policy/mismatch_kl is {{:.3g}} nats per token, above {kl_limit:g}: {CAUSE}",
+            ),
+            "policy/logprob_diff_max": (
+                lambda value: value > diff_limit,
+                f"policy/logprob_diff_max is {{:.3g}} nats, above {diff_limit:g}: {CAUSE}",
+            ),
+            "policy/ess": (
+                lambda value: value < MIN_ESS,
+                f"policy/ess (effective sample size per trained token) is {{:.2f}}, below {MIN_ESS}: the policy "
                 "differs too much from the policy that sampled this batch (algorithm.correction = "
                 f"{self._correction!r}); lower rollout.max_staleness or the learning rate",
             ),
-            (
-                masked > MAX_MASKED_FRAC,
-                f"staleness/masked_frac is {masked:.2f}, above {MAX_MASKED_FRAC}: most tokens are too old to be "
-                "trained; raise rollout.max_staleness or lower rollout.overprovision",
+            "staleness/masked_frac": (
+                lambda value: value > MAX_MASKED_FRAC,
+                f"staleness/masked_frac is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; "
+                "raise rollout.max_staleness or lower rollout.overprovision",
             ),
-        )
-        for name, (is_bad, sentence) in zip(names, checks, strict=True):
-            if not is_bad:
+        }
+        for name, (is_bad, sentence) in checks.items():
+            value = metrics.get(name)
+            if value is None or not is_bad(value):
                 self._is_on.discard(name)
             elif name not in self._is_on:
                 self._is_on.add(name)
-                logger.warning(sentence)
+                logger.warning(sentence.format(value))

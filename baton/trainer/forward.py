@@ -229,7 +229,7 @@ class Passes:
         return FixedValues(None if scores is None else scores.logprobs, reference, values, given or chosen or None)
 
     def replayed(self, routing: Routing | None) -> AbstractContextManager[None]:
-        """Replay `routing` in the forward and backward passes of this context."""
+        """Return a context for forward and backward passes in which `routing` is replayed."""
         return nullcontext() if self.replay is None else self.replay.replayed(routing)
 
     def _recorded(self) -> AbstractContextManager[Routing]:

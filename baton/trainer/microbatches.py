@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -416,7 +415,7 @@ def _with_advantages(
         rows,
         algorithm,
         token_rewards=of_all(lambda prepared: _penalties(prepared, algorithm)) if algorithm.has_reward_kl else None,
-        values=of_all(attrgetter("fixed.values")) if passes.critic is not None else None,
+        values=of_all(_values) if passes.critic is not None else None,
     )
     keys = [row.key for row in rows]
     unchanged = dict(zip(keys, raw, strict=True))
@@ -441,6 +440,11 @@ def _penalties(prepared: PreparedMicroBatch, algorithm: AlgorithmSettings) -> to
     assert reference is not None
     apart = kl(proximal, reference, prepared.micro.inputs.policy_mask, algorithm.kl_estimator)
     return -algorithm.kl_coef * apart.nats
+
+
+def _values(prepared: PreparedMicroBatch) -> torch.Tensor:
+    assert prepared.fixed.values is not None
+    return prepared.fixed.values
 
 
 def sums_elsewhere(

@@ -58,10 +58,12 @@ def make_optimizer(
     name: OptimizerName = "adamw",
 ) -> torch.optim.Optimizer:
     """Return AdamW over `parameters`. Weight decay applies to tensors of two or more dimensions."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    others = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": decay}
-        for is_matrix, decay in ((True, weight_decay), (False, 0.0))
-        for group in by_mesh(p for p in parameters.values() if (p.ndim >= 2) is is_matrix)
+        for kind, decay in ((matrices, weight_decay), (others, 0.0))
+        for group in by_mesh(kind)
     ]
     if name == "adamw8bit":
         from torchao.optim import AdamW8bit

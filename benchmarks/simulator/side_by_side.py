@@ -29,9 +29,8 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.result import RunRecord
-from baton.simulator.run import simulate
+from baton.simulator.run import RunOptions, simulate  # in older versions, RunOptions is defined there
 from baton.simulator.scripted_trajectories import TrajectoryWork
-from baton.simulator.simulation import RunOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.leases import LeaseRules

@@ -26,7 +26,6 @@ import msgspec
 
 import baton
 from baton.clock import time_left
-from baton.rewards.isolation import all_processes
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
@@ -39,7 +38,7 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     """The arguments of a worker."""
 
     command: tuple[str, ...]
-    """Arguments of `baton worker`, without those that name a file on the worker's machine."""
+    """Arguments of `baton worker`, without `--tied` and those that name a file on the worker's machine."""
     token: str
     certificate: str
     threads: int
@@ -149,11 +148,7 @@ def end_session(pid: int, deadline_s: float) -> bool:
     """Kill a worker's process and the processes that it started, on this machine. Return True when all these processes
     have ended and their memory is free, and False if a process remains after the deadline."""
     left_s = time_left(deadline_s)
-    while own := [
-        each
-        for each, (state, _, _, session, *_) in all_processes()
-        if int(session) == pid and state not in "ZX"  # not a zombie
-    ]:
+    while own := _of_session(pid):
         if left_s() <= 0:
             return False
         for each in own:
@@ -161,6 +156,18 @@ def end_session(pid: int, deadline_s: float) -> bool:
                 os.kill(each, signal.SIGKILL)
         time.sleep(0.02)
     return True
+
+
+def _of_session(session: int) -> list[int]:
+    """Return the ids of the running processes of a session, without zombie processes."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                state, _, _, own = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(own) == session and state not in "ZX":
+                    found.append(int(entry.name))
+    return found
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -159,7 +159,12 @@ class _RayAttempts:
                 ending.callback(supervisor.close)
             else:
                 ending.callback(replicas.close)
-            remote = RemoteParts(supervisor, None if own is not None else start_ranks, rewards.places, replicas)
+            remote = RemoteParts(
+                supervisor=supervisor,
+                start_ranks=None if own is not None else start_ranks,
+                reward_places=rewards.places,
+                replicas=replicas,
+            )
             with self.stop.interrupting():
                 loop = build_loop(
                     recipe,

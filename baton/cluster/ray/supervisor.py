@@ -280,8 +280,13 @@ class RayWorkerSupervisor:
             command.append("--sleeps")
         if hub.scheme == "http" and not is_loopback(host):
             command.append("--insecure")
-        gpus = worker_gpus(spec, self.ranks[1])
-        return WorkerArguments(tuple(command), self._tokens[spec.name], access.certificate, spec.threads, gpus)
+        return WorkerArguments(
+            command=tuple(command),
+            token=self._tokens[spec.name],
+            certificate=access.certificate,
+            threads=spec.threads,
+            gpus=worker_gpus(spec, self.ranks[1]),
+        )
 
     def _await_ends(self) -> None:
         """Wait at most half a second for a worker to start or end."""

@@ -1,1 +1,2 @@
-"""Engines (`Engine`). Import these modules lazily, because planner and simulator must not import torch."""
+"""Engines that implement the `Engine` protocol. Import these modules lazily, because planner and simulator must not
+import torch."""

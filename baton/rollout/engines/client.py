@@ -3,7 +3,7 @@
 | task / thread     | consumes     | produces                         | waits for          | unblocked by         |
 |-------------------|--------------|----------------------------------|--------------------|----------------------|
 | caller's thread   | the inbox    | requests, calls                  | tokens, a response | the loop, a deadline |
-| loop: one per row | row's stream | `GeneratedTokens`, `RequestLost` | the program        | tokens, cancel, exit |
+| loop: per request | its stream   | `GeneratedTokens`, `RequestLost` | the program        | tokens, cancel, exit |
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class EngineRequest:
     """[prompt + L] Token ids of the prompt and of the L tokens after the prompt."""
     max_tokens: int
     sampling: SamplingParams
-    """The parameters of the lease. `max_tokens` and `stop_token_ids` replace its own limit and its own ids."""
+    """Sampling parameters of the lease. The limit and the stop ids in this object are not used: `max_tokens` and
+    `stop_token_ids` of the request replace them."""
     stop_token_ids: tuple[int, ...]
     seed: int
     cache_salt: str
@@ -86,7 +87,8 @@ class EngineClient(ABC):
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop. `name`: name of the program in messages. `answer_timeout_s`: timeout of
-        each call. `close_s`: maximum seconds that `close` waits for `_stop`, and then for the thread."""
+        each call. `close_s`: `close` waits at most this number of seconds for `_stop`, and again at most this number of
+        seconds for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
@@ -130,7 +132,7 @@ class EngineClient(ABC):
     def resume(self) -> None:
         """Resume the paused requests."""
 
-    def check(self) -> None:  # noqa: B027  # not abstract: streams of a server fail by themselves when it exits
+    def check(self) -> None:  # noqa: B027  # not abstract: when a server exits, its streams fail
         """Raise EngineFault if the program has exited."""
 
     def close(self) -> None:

@@ -91,11 +91,12 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._clock, self._active_s = clock, clock()
         """`_active_s`: time of the last received token, started request or loaded version."""
         self._is_paused = False
-        """Whether the program generates nothing because a load has begun and none has succeeded since."""
+        """Whether the program is paused: a load has begun, and no load has succeeded since then."""
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if the prompt leaves no room for a token, if an engine that reports sampling
-        masks gets a lease without top-p and top-k, or if another engine gets a lease with them."""
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
+        masks requires top-p or top-k, and raises UserError without them. An engine that does not report masks raises
+        UserError if top-p or top-k is set."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(

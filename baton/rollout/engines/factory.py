@@ -83,9 +83,9 @@ def engine_from_skeleton(
 def chosen(
     settings: EngineSettings, *, kind: str | None = None, slots: int | None = None, options: Sequence[str] = ()
 ) -> EngineSettings:
-    """Return the run's engine settings, changed by the overrides of this machine's user. Raises UserError for an
-    invalid override. `kind`: engine kind to use instead of the recipe's. `options`: strings `key=value`, such as
-    `tensor_parallel=2`, for keys in the section of this engine kind."""
+    """Return the engine settings of the run, with the overrides that the user of this machine has given. Raises
+    UserError for an invalid override. `kind`: engine kind to use instead of the recipe's. `options`: strings
+    `key=value`, such as `tensor_parallel=2`, for keys in the section of this engine kind."""
     kind = kind or settings.kind
     if kind not in KINDS:
         raise UserError(f"--engine: got {kind!r}, allowed are {', '.join(KINDS)}")
@@ -119,9 +119,9 @@ def _decoded(text: str) -> Any:
 
 
 def check_source(settings: EngineSettings, own: Collection[str]) -> None:
-    """Raise UserError if settings from the hub name an SGLang server on another machine, a directory or an environment
-    variable of this machine, or arguments of vLLM, which can run code. `own`: keys that are not checked, because the
-    user of this machine, or a run that this user started, has set them."""
+    """Raise UserError if settings from the hub contain the URL of an SGLang server on another machine, a directory or
+    an environment variable of this machine, or arguments of vLLM. Such arguments can run code. `own`: keys that are not
+    checked, because the user of this machine, or a run that this user started, has set them."""
     url, arguments = settings.sglang.url, settings.vllm.arguments
     if settings.kind == "sglang" and url is not None and "url" not in own:
         host = urlsplit(url).hostname

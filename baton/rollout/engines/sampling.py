@@ -163,9 +163,9 @@ def _sample(logits_WV: Tensor, params: RowParams, draw_W: Tensor) -> tuple[Tenso
 
 
 def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
-    """Return, for each row, the first id at which the cumulative mass exceeds the draw times the total mass. Ids of
-    mass 0 are never drawn. There is always such an id. A draw is at most 1 - 2^-53, and the total mass is below 2^53.
-    The draw times the total mass is therefore below the total mass, even after rounding."""
+    """Return, for each row, the first id at which the cumulative mass exceeds the draw times the total mass. Such an id
+    always exists: a draw is at most 1 - 2^-53 and the total mass is below 2^53, so their product is below the total
+    mass, even after rounding. Ids of mass 0 are never drawn."""
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
     target_W = (uniform_W * total_W).long()
@@ -195,7 +195,7 @@ def _likeliest(mass_FV: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return the `most` largest masses of each row, descending, and their ids. Equal masses are sorted by id."""
     if most <= mass_FV.shape[-1] // 4:
         top = mass_FV.topk(most)
-        if int((mass_FV >= top.values[:, -1:].clamp(min=1)).sum(-1).max()) <= most:  # not decided by a tie
+        if int((mass_FV >= top.values[:, -1:].clamp(min=1)).sum(-1).max()) <= most:  # no tie at the last place
             ids_FK = top.indices.sort(-1).values
             sorted_FK, place_FK = mass_FV.gather(-1, ids_FK).sort(dim=-1, descending=True, stable=True)
             return sorted_FK, ids_FK.gather(-1, place_FK)

@@ -57,7 +57,8 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces of all `ids` from the prompt on. `before`: key of the previous piece."""
+    """Return the keys of successive pieces. `ids`: all ids from the start of the prompt. `before`: key of the piece
+    before the first of `pieces`; None if `pieces` begin with the prompt."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
     for piece in pieces:
@@ -83,7 +84,8 @@ class RunningLease:
         self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.position = len(ids) - 1
-        """Position of the last id, counted from 0 at the start of the prompt: the input of the next decode step."""
+        """Position of the last id, counted from 0 at the start of the prompt. The last id is the input of the next
+        decode step."""
         self.pieces = pieces_of(trajectory)
         self._keys: dict[tuple[int, bool], tuple[PrefixKey, ...]] = {}
         self.kept: tuple[PrefixKey, ...] = ()
@@ -106,7 +108,7 @@ class RunningLease:
 
     def prefix_keys(self, version: int, *, is_own: bool = False) -> tuple[PrefixKey, ...]:
         """Return the keys of `pieces`. Each key contains `version`. With `is_own`, the key of a piece that has a
-        version contains that version instead."""
+        version of its own contains the piece's version instead."""
         if (version, is_own) not in self._keys:
             numbers = [version if piece.version is None or not is_own else piece.version for piece in self.pieces]
             named = [piece._replace(version=number) for piece, number in zip(self.pieces, numbers, strict=True)]
@@ -331,8 +333,8 @@ class SlotTable:
 
 
 def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
-    """Divide all ids except the last one into pieces, at the start of each turn. The result depends only on the
-    trajectory.
+    """Divide all ids except the last one into pieces. A new piece begins at the start of each turn. The result depends
+    only on the trajectory.
 
     The first piece is the prompt. Each later piece contains the tokens of a turn and of the observation after the turn;
     the last piece may contain the tokens of an unfinished turn. Each piece has a version: the version of the first

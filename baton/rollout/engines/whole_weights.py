@@ -1,5 +1,4 @@
-"""Converts a published version to the tensors of the whole model under the names of the model's files, which vLLM and
-SGLang load."""
+"""Converts a published version to the form that vLLM and SGLang load: all tensors, named as in the model's files."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class WholeWeights:
     the run."""
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
-        """`model`: a model of the same architecture, possibly on the meta device: only names and shapes are used."""
+        """`model`: a model of the same architecture. Only names and shapes are used, so the meta device suffices."""
         self._model = model
         self.on_host = True
         """Whether `whole` moves the tensors to host memory; otherwise the tensors stay on their device."""

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from baton.types import Abort, FromHub, FromWorker, Lease, ends_lease
 
 HOMES_PER_SLOT = 8
-"""The queue remembers the last engine of a trajectory. This number, multiplied by the number of slots of the pool, is
-the maximum number of trajectories that it remembers."""
+"""Maximum number of trajectories, per slot of the pool, whose last engine the queue remembers."""
 Handover = tuple[int, FromHub]
 """Index of an engine, and the message to send to it."""
 

@@ -26,7 +26,7 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     """The values of `EngineSettings` as a plain dict."""
     version: PolicyVersion
     scratch: str = ""
-    """Directory for new weights from the parent, which the engine process removes after the parent has exited."""
+    """Directory into which the parent writes new weights. The engine process removes it after the parent has exited."""
     head_dtype: str = "auto"
     is_sparse: bool = False
     """For vLLM with direct transfers: whether differences between versions are sent."""

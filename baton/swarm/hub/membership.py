@@ -90,8 +90,8 @@ class Membership:
     # ---- commands of the broker --------------------------------------------------------------------------------------
 
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
-        """Execute the broker's commands in order. The execution of a command may result in further commands, such as a
-        disconnection because a queue is full. These further commands are executed last."""
+        """Execute the broker's commands in order. A command can cause new commands, such as a disconnection because a
+        queue is full. New commands are executed after the commands that already wait."""
         self._commands.extend(commands)
         if self._is_executing:
             return
@@ -154,8 +154,8 @@ class Membership:
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
     def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
-        """Announce a published version to all workers. `only_near`: only to the workers on the hub's machine, which can
-        read the version's file."""
+        """Announce a published version to all workers. If `only_near` is set, announce it only to the workers on the
+        hub's machine, which can read the version's file."""
         want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version

@@ -128,8 +128,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Check the secret of a request. Return the caller's network, whose downloads are limited together, because all
-        workers present the same secret."""
+        """Check the secret of a request. Return the caller's network, whose downloads are limited together. The secret
+        cannot distinguish callers, because all workers present the same one."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         # a header that is no UTF-8 has lone surrogates
         if not self._secret or not hmac.compare_digest(shown.encode(errors="replace"), self._secret.encode()):

@@ -20,7 +20,7 @@ from baton.clock import call_within
 from baton.errors import UserError
 
 SILENCE_S, DEADLINE_S = 10.0, 60.0
-"""Maximum seconds without a byte, and maximum seconds for the whole request, in `fetch_status`."""
+"""Maximum seconds without a byte, and maximum seconds for the whole request."""
 MAX_BYTES = 16 * 1024 * 1024
 
 

@@ -62,11 +62,7 @@ class WorkerConnection:
 
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when the connection has ended. Raises Malformed if the message is
-        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds.
-
-        The wait consists of `SILENT_HEARTBEATS` shorter waits. If this process is paused, only one of them times out,
-        and the next one reads the messages that arrived during the pause.
-        """
+        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds."""
         frame = await receive_unless_silent(self._socket.receive, timeout_s)
         if frame is None:
             raise ReceiveTimeout(f"silent for {timeout_s:.3g} s")

@@ -1,1 +1,2 @@
-"""Quarantines workers whose reports disagree with the policy or with the noise that the hub assigned."""
+"""Checks that workers' reports agree with the policy and with the noise that the hub assigned. Quarantines workers
+whose reports disagree."""

@@ -118,7 +118,7 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
 
 def _wrong_masks(segment: Segment, limits: ReportLimits, place: int, max_kept: int) -> str | None:
     """Check that each sampling mask contains 1 to `max_kept` different token ids in ascending order, including the id
-    of the sampled token."""
+    of the sampled token. Return a sentence that names the first error, or None if there is none."""
     needed, dtype = len(segment.token_ids) if max_kept else 0, np.dtype(kept_dtype(limits.vocabulary))
     if len(segment.kept) != needed:
         return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; it needs {needed}"

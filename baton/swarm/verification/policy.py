@@ -42,8 +42,8 @@ must always be checked are still held back: the batch waits for them, and the sc
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
-"""The policy stores how often each uncheckable trajectory was generated again. This is the maximum number of stored
-counts. A count is kept after the trajectory's release, because a later turn may be uncheckable too."""
+"""Maximum number of trajectories for which the policy stores how often they were generated again. This count is kept
+after a release, because a later turn of the same trajectory may be uncheckable too."""
 REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
@@ -364,8 +364,8 @@ class VerificationPolicy:
         )
 
     def is_held(self, case: Case) -> bool:
-        """Return whether the trajectory is still held back for this check. Otherwise, it has been released, or was
-        generated again and has a new check."""
+        """Return whether the trajectory is still held back for this check. Otherwise the result of the check is
+        ignored: the trajectory has been released, or was generated again and has a new check."""
         held = self._held.get(case.key)
         return held is not None and held[0] is case
 

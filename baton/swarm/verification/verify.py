@@ -70,8 +70,8 @@ class Tolerance:
     """Bound on |behavior − rescored logprob|. Of a correct worker's tokens, at most the share `beyond` exceeds this
     bound."""
     draw_gap: float
-    """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token; exceeded by
-    at most the share `beyond`."""
+    """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token. At most the
+    share `beyond` of a correct worker's tokens exceeds the bound."""
     typical: float = math.inf
     """Second bound on |behavior − rescored logprob|. Of a correct worker's tokens, the share that exceeds this bound is
     less than `often`. The bound depends on the exact order of sums, so it is infinite (no test) before the
@@ -174,8 +174,8 @@ def violation(sentence: str) -> VerificationResult:
 def _deviations(
     scores: Iterable[Rescored], first: int, end: float, *, judges_draws: bool
 ) -> Iterator[tuple[Rescored, int, float, float]]:
-    """Yield (rescored, index of the token, logprob difference, gap) for the tokens `first` … `end` − 1. Difference and
-    gap are scaled by the temperature."""
+    """Yield (rescored, index of the token, logprob difference, gap) for each token at the positions `first` … `end` −
+    1. Difference and gap are scaled by the temperature."""
     for rescored in scores:
         scale = _scale(rescored.temperature)
         for i, place in enumerate(rescored.places):
@@ -296,12 +296,15 @@ class Calibration:
             ratio = rescored.logprobs[i] - rescored.behavior_logprobs[i]
             seen.sum_mismatch += math.expm1(min(ratio, 50.0)) - ratio
             seen.num_tokens += 1
-            # reservoir sampling: every observed token is in the sample with the same probability
-            if len(seen.differences) < self._sample:
-                seen.differences.append(difference)
-                seen.gaps.append(gap)
-            elif (place := self._random.randrange(seen.num_tokens)) < self._sample:
-                seen.differences[place], seen.gaps[place] = difference, gap
+            self._keep(seen, difference, gap)
+
+    def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
+        # reservoir sampling: every observed token is in the sample with the same probability
+        if len(seen.differences) < self._sample:
+            seen.differences.append(difference)
+            seen.gaps.append(gap)
+        elif (place := self._random.randrange(seen.num_tokens)) < self._sample:
+            seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
         """Return the tolerance of a class of workers. Until `min_tokens` tokens of the class have been observed, the
@@ -338,8 +341,8 @@ class Calibration:
         return seen.sum_mismatch / seen.num_tokens if seen is not None and seen.num_tokens else None
 
     def refusal(self, worker_class: WorkerClass) -> str | None:
-        """Return a sentence if a class of workers is refused, because the policy of its trusted workers differs too
-        much from the trainer's policy with the same weights; otherwise None."""
+        """Return the reason why a class of workers is refused, or None if it is accepted. A class is refused if, with
+        the same weights, the policy of its trusted workers differs too much from the trainer's policy."""
         mismatch = self.mismatch_kl(worker_class)
         if mismatch is None or self.num_tokens(worker_class) < self._min_tokens or mismatch <= self._max_mismatch_kl:
             return None

@@ -49,13 +49,8 @@ class LocalRanks:
         self._scratch = publish_in or Path(tempfile.mkdtemp(prefix="baton-"))
         try:
             for rank in range(size):
-                ours, process = start_child("rank", threads=threads, max_frame_bytes=MAX_FRAME_BYTES)
-                self._sockets.append(ours)
-                self._processes.append(process)
-                self.pids.append(process.pid)
                 scratch = str(self._scratch)
-                place = RankInfo(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch)
-                self._send_frame(rank, encode(place))
+                self._start_rank(RankInfo(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
         except BaseException:
             self.close()
             raise
@@ -91,6 +86,13 @@ class LocalRanks:
         end_children(self._sockets, self._processes, grace_s=2.0)
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _start_rank(self, place: RankInfo) -> None:
+        ours, process = start_child("rank", threads=place.threads, max_frame_bytes=MAX_FRAME_BYTES)
+        self._sockets.append(ours)
+        self._processes.append(process)
+        self.pids.append(process.pid)
+        self._send_frame(place.rank, encode(place))
 
     def _send_frame(self, rank: int, data: bytes) -> None:
         try:

@@ -33,9 +33,9 @@ class Prefix:
 
 
 class KeptPrefixes:
-    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first. A
-    lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are therefore dropped
-    before earlier pieces."""
+    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, ordered from the least to the
+    most recently used. A lease that needs a piece also needs all pieces before it. Within a sequence, later pieces are
+    therefore dropped before earlier pieces."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -182,7 +182,8 @@ class SlotCache(Cache):
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. In each cycle, only the shortest row is copied to temporary memory."""
+        permutation of the lowest slots. In each permutation cycle, only the shortest row is copied to temporary
+        memory."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:
@@ -202,9 +203,9 @@ class SlotCache(Cache):
 
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
-    """Return the cache for one prefill, whose first `length` positions have the keys and values of earlier pieces.
-    `pasts`: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no pieces. The positions
-    from the end of a row's pieces up to `length` are zero and must be masked."""
+    """Return a cache for one prefill. The first `length` positions of the cache have the keys and values of earlier
+    pieces. `pasts`: for each row, the pieces before the row's new tokens; rows beyond `pasts` have no pieces. The
+    positions from the end of a row's pieces up to `length` are zero and must be masked."""
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     num_layers = next((len(pieces[0].tensors) // 2 for pieces in pasts if pieces), 0)
     for layer in range(num_layers):

@@ -2,8 +2,8 @@
 
     step:  report aborts ─▶ fill free slots (prefill missing pieces) ─▶ decode one token per row ─▶ report
 
-**Only decode steps sample tokens.** Prefill computes the keys and values of all ids except the last one, and no logits.
-The last id is the first input of decode. New prompts, shared prompts and resumed trajectories use the same code.
+**Only decode steps sample tokens.** Prefill computes no logits, only the keys and values of all ids except the last
+one. The last id is the first input of decode. New prompts, shared prompts and resumed trajectories use the same code.
 
 **Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). The keys and values of
 a piece are computed by one prefill, which reads the pieces before it. If a piece is computed again, on this or another
@@ -166,8 +166,8 @@ class EmbeddedEngine(SlotEngine):
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
         """Return the pieces of a row's prefix. Each piece has the version that computes it, normally the current
-        version. If a lease accepts newer versions, it may also use kept pieces that older versions computed. It uses
-        them if more of these pieces are kept than pieces of the current version."""
+        version. If a lease accepts newer versions, it may also use kept pieces that older versions computed. The lease
+        uses the older pieces if more of them are kept than pieces of the current version."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -200,7 +200,7 @@ class EmbeddedEngine(SlotEngine):
     def _kept_limit(self) -> int:
         """Maximum number of tokens whose keys and values are kept outside the slots: the maximum context length times a
         factor. On a GPU, the factor is `KEPT_CONTEXTS`. On a CPU, the factor is the largest of `KEPT_CONTEXTS`, half
-        the number of slots, and the number of free slots. It decreases when leases take slots."""
+        the number of slots, and the number of free slots, so the limit decreases when leases take slots."""
         contexts = KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)
@@ -251,9 +251,9 @@ class EmbeddedEngine(SlotEngine):
         return table.commit(ids.tolist(), drawn[1].tolist(), routing, masks)
 
     def _order_rows(self, width: int, *, is_ordering: bool) -> None:
-        """Reset empty rows to position 0. With `is_ordering`, also move rows of similar length into adjacent slots if
-        this saves time. Decode steps advance the positions of empty rows too. Without the reset, an empty row could
-        have the largest position and determine how many positions a step scans."""
+        """Reset empty rows to position 0, because decode steps advance the positions of empty rows too. Without the
+        reset, an empty row could have the largest position and determine how many positions a step scans. With
+        `is_ordering`, also move rows of similar length into adjacent slots if this saves time."""
         rows = self._table.rows[:width]
         self._inputs[:, len(rows) : width] = 0
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0

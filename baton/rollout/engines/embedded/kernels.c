@@ -1,6 +1,6 @@
-// Kernels of a CPU in bfloat16. Decode attention: each row has one query per head and attends to its own positions only.
-// The order of every sum depends on the row's own length, never on other rows. GCC and Clang compile the vectors for
-// any processor; AVX-512 needs no other instructions for them.
+// Kernels for a CPU in bfloat16. In decode attention, each row has one query per head and attends only to its own
+// positions. The order of every sum depends on the row's own length, never on other rows. GCC and Clang compile the
+// vectors for any processor; with AVX-512, one vector fills one register.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -34,7 +34,7 @@ INLINE float sum(vec x) {
     return v[0];
 }
 
-// e^x for x <= 0, to 2e-7: 2^n times a polynomial of the rest (Cephes). Below -87 it is 0; a NaN remains.
+// e^x for x <= 0, with an error of 2e-7: 2^n times a polynomial of the rest (Cephes). 0 below -87; NaN for NaN.
 INLINE vec exponential(vec x) {
     const ivec is_tiny = x < -87.0f;
     x = (vec)((ivec)x & ~is_tiny);

@@ -290,7 +290,7 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
-        """Return the batch sizes, ascending, at which a prefill has the same bits as at the shape's maximum one."""
+        """Return the batch sizes, ascending, at which a prefill has the same bits as with `shape.rows` rows."""
         most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)
@@ -310,8 +310,8 @@ class Network:
 
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return, in ascending order, the batch sizes and the KV lengths at which the results of a decode step are
-        bit-identical to those at the largest ones. For the comparison, every position of every slot is filled with
-        noise. On CUDA only the full batch size is used, because a smaller one saves almost no time."""
+        bit-identical to those at the largest batch size and KV length. For the comparison, every position of every slot
+        is filled with noise. On CUDA only the full batch size is used, because a smaller one saves almost no time."""
         full = self.cache.length
         noise = _noise(like, full)
         for slot in range(self._width):

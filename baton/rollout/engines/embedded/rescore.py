@@ -6,10 +6,11 @@ The weights therefore determine both the logprob of a reported token and the tok
 the whole response computes the logprobs and the draws of all its tokens.
 
 **The draw gap.** Token t is drawn if the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
-function F. Rounding moves the bounds of the interval. If no logit moves by more than δ, the log-odds log F/(1−F) of a
-bound move by at most 2δ, for any F. The gap is therefore measured in log-odds, where one tolerance suits all tokens.
-With a tolerance in probability, such as 1 %, unlikely tokens would pass too easily: a token of almost zero probability
-would be accepted if its interval were within 1 % of the draw.
+function F. The draw gap is the distance between u and this interval. Rounding moves the bounds of the interval. If no
+logit moves by more than δ, the log-odds log F/(1−F) of a bound move by at most 2δ, for any F. The gap is therefore
+measured in log-odds, where one tolerance suits all tokens. With a tolerance in probability, such as 1 %, unlikely
+tokens would pass too easily: a token of almost zero probability would be accepted if its interval were within 1 % of
+the draw.
 
 **Prefill is the reference.** Each segment is scored under the version that sampled it. All earlier ids are prefilled
 under that version, as in a resume. Tokens that were generated with the keys and values of an older version (weights
@@ -200,10 +201,11 @@ def _masked_distance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, draw gaps and tail masses over the reported masks, and `Rescored.mask_gaps`.
 
-    For a token outside top-p, the distance is the log-odds of the total probability of all more likely tokens, minus
-    the log-odds of top-p. For a token outside top-k, the distance is the logprob of the least likely token inside
-    top-k, minus the token's logprob. Like the draw gap, both distances move by at most 2δ if no logit moves by more
-    than δ.
+    The mask gap is the largest distance of a token that is in only one of the two masks. For a reported token outside
+    top-p, the distance is the log-odds of the total probability of all more likely tokens, minus the log-odds of top-p.
+    For a reported token outside top-k, the distance is the logprob of the least likely token inside top-k, minus the
+    token's logprob. The distances of a missing token are defined correspondingly. Like the draw gap, both distances
+    move by at most 2δ if no logit moves by more than δ.
     """
     last = logs_RV.shape[-1] - 1
     columns_RK = kept_RK.masked_fill(kept_RK < 0, last + 1)
@@ -245,15 +247,15 @@ def _filtered_distance(
     mass_FV: Tensor, targets_F: Tensor, odds_F: Tensor, top_k_F1: Tensor, top_p_F1: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the smallest gap of `_distance` over five sets of tokens that top-k and top-p may have kept, and the tail
-    mass over that set.
+    mass over the set with this gap.
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
     possible. The first three are the n − 1 most likely tokens, the n + 1 most likely tokens, and, if the target is not
-    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only if it has
-    at most k tokens, the limit of top-k, and if the mass of all tokens that are more likely than the last added or
-    removed token is within `_BORDER` of top-p. In the fourth set, the target replaces token n, or token n + 1 does if
-    the target is already among the n most likely tokens. The fourth set is possible only if the new token's probability
-    is at least 1 − `_BORDER` times the probability of token n.
+    among the n most likely tokens, the target with all more likely tokens. Each of the three is possible only under two
+    conditions. The set has at most k tokens, where k is the limit of top-k. The mass of all tokens that are more likely
+    than the last added or removed token is within `_BORDER` of top-p. In the fourth set, the target replaces token n,
+    or token n + 1 does if the target is already among the n most likely tokens. The fourth set is possible only if the
+    new token's probability is at least 1 − `_BORDER` times the probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

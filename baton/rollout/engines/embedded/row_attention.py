@@ -1,10 +1,10 @@
 """Decode attention in which short rows scan fewer positions than the longest row, unlike ordinary masked attention.
 
-On a CPU, attention is computed separately for each class of rows (`length_classes.py`), over the length of its longest
-row, or separately for each row, by a kernel that the machine's C compiler builds (`kernels.c`). On CUDA, torch's
-variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads
-only the first `lengths_W` positions of each. The kernel copies nothing and does not repeat grouped heads. With
-`num_splits = 1`, the order of summation is fixed, so the bits of a row do not depend on other rows.
+On a CPU, attention is computed either per class of rows (`length_classes.py`), over the length of the longest row in
+the class, or per row, by a kernel that the machine's C compiler builds (`kernels.c`). On CUDA, torch's variable-length
+kernel treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first
+`lengths_W` positions of each slot. The kernel copies nothing and does not repeat grouped heads. With `num_splits = 1`,
+the order of summation is fixed, so the bits of a row do not depend on other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """

@@ -2,8 +2,8 @@
 
 | task              | consumes         | produces                         | waits for       | unblocked by             |
 |-------------------|------------------|----------------------------------|-----------------|--------------------------|
-| loop: one per row | /generate stream | `GeneratedTokens`, `RequestLost` | the server      | events, end, timeout     |
-| loop: the ender   | rows to abort    | /abort_request                   | the streams     | the end of each stream   |
+| loop: per request | /generate stream | `GeneratedTokens`, `RequestLost` | the server      | events, end, timeout     |
+| loop: the ender   | keys to abort    | /abort_request                   | the streams     | the end of each stream   |
 
 **A request has ended when its stream has ended.** All generated tokens arrive before the end of the stream, so no token
 is lost or attributed to the next version. An abort has no effect if it reaches the server before the request does.
@@ -61,7 +61,7 @@ class SglangClient(EngineClient):
         self._call(self._quiesce(), self._answer_timeout_s, "to end all requests")
 
     def resume(self) -> None:
-        """Do nothing: `pause` has aborted all requests."""
+        """Do nothing, because `pause` has aborted all requests, so no request is paused."""
 
     def load(self, directory: str, label: str) -> None:
         """Make the server load weights from a directory and flush its prefix cache. Call `pause` first. Raises

@@ -37,8 +37,8 @@ _BYTES_PER_TOKEN = 256
 """Maximum number of bytes that a token takes in an event of a stream, with its id, logprob and text."""
 _RESERVED_TOKENS = 6
 """With a context length of C, SGLang's scheduler ends a response at C - 2 tokens of prompt and response together, and
-accepts an input of at most C - 7 tokens (`max_req_len`, `max_req_input_len`). A trajectory can be resumed one token
-before `max_context_tokens`."""
+accepts an input of at most C - 7 tokens (`max_req_len`, `max_req_input_len`). The input of a resumed trajectory can
+have `max_context_tokens` - 1 tokens, so C must be at least `max_context_tokens` + 6."""
 
 
 class SglangEngine(ExternalEngine[SglangClient]):
@@ -139,7 +139,8 @@ def api_key(settings: SglangSettings) -> str | None:
 
 
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`, required for adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
+    required if versions are adapters."""
     own = settings.sglang
     if own.url is None:
         raise UserError(

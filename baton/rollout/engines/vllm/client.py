@@ -30,7 +30,7 @@ from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRe
 from baton.rollout.engines.vllm.stopped import StopDetector
 
 _CLOSE_S = 20.0
-"""Seconds for the processes of vLLM to terminate, including the time after which vLLM kills them."""
+"""Seconds for the processes of vLLM to terminate. Within this time, vLLM kills processes that do not terminate."""
 
 
 class VllmClient(EngineClient):
@@ -105,7 +105,8 @@ class VllmClient(EngineClient):
         self._adapter = None
 
     def check(self) -> None:
-        """Raise EngineFault if the core has exited, or, after `detect_stops`, if a process of vLLM is stopped."""
+        """Raise EngineFault if the core has exited or, after a call to `detect_stops`, if a signal has stopped a
+        process of vLLM."""
         if self._llm is not None and self._llm.errored:
             error = type(self._llm.dead_error).__name__
             raise EngineFault(
@@ -285,6 +286,6 @@ def set_up_environment() -> None:
 
 
 def refusal(error: Exception) -> UserError:
-    """Return the error for what vLLM refuses, with the first line of its message, or of the first error of pydantic."""
+    """Return the UserError for an error by which vLLM refuses a model or settings, with the error's first line."""
     said = str(error.errors()[0]["msg"]).splitlines()[0] if isinstance(error, ValidationError) else first_line(error)
     return UserError(f"engine.kind: vLLM refuses this model or these settings: {said}")

@@ -221,8 +221,8 @@ def vllm_of_model(
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_of_model` does. A model that is an adapter is merged. A CPU build of vLLM
-    cannot free its device memory (`sleeps`)."""
+    """Build an engine as `factory.engine_of_model` does. If the model is an adapter, it is merged into its base model.
+    A CPU build of vLLM does not support `sleeps`, because it cannot free its memory."""
     with _whole_model(model, settings) as (directory, read_base):
         return _engine(directory, settings, version, read_base, "auto", model.head_dtype, direct, sleeps)
 
@@ -237,7 +237,7 @@ def vllm_workers_of_model(model: ModelSettings, settings: EngineSettings, direct
 
 @contextmanager
 def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tuple[Path, ReadBase]]:
-    """Yield a directory of the whole model, with a merged adapter, and the function that reads its base."""
+    """Yield a directory with the whole model (an adapter is merged), and a function that reads the base tensors."""
     _check_vllm(settings, source.device)
     files, path = ModelFiles(source, settings), source.path
     if files.base_path != path and settings.vllm.lora_rank:
@@ -258,14 +258,15 @@ def _whole_model(source: ModelSettings, settings: EngineSettings) -> Iterator[tu
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads `base`, required for adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. `read_base`: reads the tensors of the base model;
+    required if versions are adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 
 
 def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens: int) -> list[bytes]:
     """Convert the experts that vLLM returned for the tokens of a request to `Segment.routing`. `experts`: [num_tokens,
-    layers, experts per token], also for layers without a router. Raises EngineFault for any other shape."""
+    layers, experts per token]; `layers` includes layers without a router. Raises EngineFault for any other shape."""
     routers = routers_of(model)
     layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
     if (
@@ -363,8 +364,8 @@ def _arguments(
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a GPU, they enable or disable sleep mode. A CPU has none; there, they set
-    the size of the KV cache: about 1.25 times what all slots need at full length."""
+    """Return vLLM's arguments for memory. On a GPU, they enable or disable sleep mode. On a CPU, which has no sleep
+    mode, they set the size of the KV cache: about 1.25 times the size that all slots need at full length."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -43,9 +43,9 @@ class Step(msgspec.Struct, frozen=True, tag="Step"):
 
 
 class LoadVersion(msgspec.Struct, frozen=True, tag="Load"):
-    """Sent twice for each load of a version. The first message has no label, and requests to pause generation; its
-    answer has the label of the new weights. After vLLM's workers have loaded the version, the second message, with this
-    label, requests to resume generation."""
+    """Sent twice for each load of a version. The first message has no label and pauses generation; the answer contains
+    the label of the new weights. The second message is sent after vLLM's workers have loaded the version; it contains
+    this label and resumes generation."""
 
     version: PolicyVersion
     label: str = ""

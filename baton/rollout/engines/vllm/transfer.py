@@ -8,8 +8,9 @@
 | `baton_nccl`  | vLLM's engine `nccl`                       | CUDA, GPUs of a cluster; never run          |
 | `baton_ipc`   | vLLM's engine `ipc`                        | CUDA, the trainer's own GPU; never run      |
 
-All three engines use the model's own loader, and compare a checksum of each tensor that the loader receives. If a
-transfer fails, the model's weights are incomplete. The next transfer starts from a clean state.
+All three engines use the model's own loader. They compare the checksum of each tensor that the loader receives with the
+trainer's checksum. If a transfer fails, the model's weights are incomplete, but vLLM's loading state is reset, so the
+next transfer can load all weights again.
 
 A whole version is reloaded layer by layer. A difference changes the model's parameters in place
 (`load_checkpoint_weight_patches` of vLLM), over gloo or NCCL.
@@ -151,7 +152,7 @@ class GlooInitInfo:
 
 @dataclass
 class GlooUpdateInfo:
-    """The tensors of a bucket."""
+    """The tensors of a bucket (`baton/weights/direct/stream.py`)."""
 
     names: list[str]
     dtype_names: list[str]

@@ -40,7 +40,7 @@ class EndWithParent(str):
 
 
 def _end_with(parent: int) -> EndWithParent:
-    """Start the thread that kills this process when `parent` ends. Unpickling calls it before vLLM's code runs."""
+    """Start the thread that kills this process when `parent` ends. Called by unpickling, before vLLM's code runs."""
     Thread(target=_wait_for_end, args=(parent,), name="baton", daemon=True).start()
     return EndWithParent()
 
