@@ -1,5 +1,5 @@
-"""Limits how many leases an untrusted worker may hold: few leases at first, and as many leases as it has slots after it
-has delivered tokens.
+"""Limits how many leases an untrusted worker may hold. A new worker may hold few leases. After it has delivered tokens,
+it may hold as many leases as it has slots.
 
 The number of slots that a worker reports may be false. Every `TOKENS_PER_LEASE` delivered tokens earn one more lease,
 so after a few reports a correct worker may hold a lease for each of its slots. A worker loses a credit of

@@ -45,8 +45,8 @@ class AlgorithmSettings(Settings):
     equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides the sum of
     each episode by rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Lower clip: the ratio of current to anchor probability is at least 1 − clip_low. The value 1 disables the lower
-    clip."""
+    """Lower clip: the ratio of current to proximal probability (with the correction `bypass`, to behavior probability)
+    is at least 1 − clip_low. The value 1 disables the lower clip."""
     clip_high: float = Field(default=0.2, gt=0)
     """Upper clip: the ratio is at most 1 + clip_high. A value above clip_low (0.28 in DAPO) favours rare tokens."""
     num_minibatches: int = Field(default=1, gt=0)
@@ -71,7 +71,7 @@ class AlgorithmSettings(Settings):
     """Coefficient of the KL divergence to the reference model. With 0, no reference model is loaded."""
     kl_estimator: KlEstimator = "k3"
     """KL estimator: `k1` is the log ratio, `k2` is half the square of the log ratio, and `k3` (GRPO) is non-negative
-    and at most 10 nats. In the loss, the gradient of `k1` has mean 0."""
+    and at most 10 nats. In the loss, use `k2` or `k3`, because the gradient of `k1` has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL divergence to the loss; `reward` subtracts the divergence from the reward of each token. The
     run warns if `reward` is combined with the advantage `group_std`, which amplifies the divergence in groups of equal

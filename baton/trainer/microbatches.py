@@ -35,9 +35,9 @@ cost of this number of tokens. It was measured with a model of 0.83 M parameters
 models."""
 
 COPIED_TOKEN = 0.125
-"""When rows share a prompt, each row after the first copies the prompt's keys and values. The cost of a copied token,
-in tokens, is the ratio of the memory of a token's keys and values to the memory of all its activations. In a Llama
-block, keys and values take about 2 hidden widths, and all activations about 18."""
+"""When rows share a prompt, each row after the first copies the prompt's keys and values. This number is the cost of a
+copied token, relative to a computed token. It is estimated as the ratio of the memory of a token's keys and values to
+the memory of all its activations: in a Llama block, about 2 and about 18 hidden widths."""
 
 MAX_MASK = 2**26
 """Maximum number of entries of an attention mask [response, prompt + response]: 256 MiB in float32. Responses that need

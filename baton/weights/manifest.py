@@ -41,7 +41,8 @@ MAX_CHUNK_BYTES: Final = 64 * 2**20
 MAX_PART_BYTES: Final = 8 * 2**20
 """Maximum bytes of a decoded part, which bounds the memory that a fetch needs in addition to the weights."""
 MIN_PART_BYTES: Final = 2**16
-"""Minimum bytes of a decoded part that is not the last of its word size. A fetch keeps about 2 kB for each part."""
+"""Minimum bytes of a decoded part that is not the last of its word size. A fetch keeps about 2 kB for each part, so the
+minimum bounds this memory."""
 MAX_TENSORS: Final = 200_000
 MAX_CHUNKS: Final = 2_000_000
 MAX_TOTAL_BYTES: Final = 8 * 2**40

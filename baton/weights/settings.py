@@ -28,8 +28,8 @@ class WeightsSettings(Settings):
     trainer's process."""
     keyframe_every: int = Field(default=10, ge=1)
     """Number of versions from one keyframe to the next. A keyframe is published as a whole, in addition to its delta.
-    Any other version is published only as a delta to the previous version. If its delta is longer than half of the
-    version, the version is published as a whole too."""
+    Any other version is published as a delta to the previous version. If this delta is longer than half of the version,
+    the version is published as a whole too."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
     """Maximum size of a chunk in MiB. A chunk is fetched and verified as one unit."""
     store: str | None = None
