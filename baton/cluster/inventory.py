@@ -1,4 +1,4 @@
-"""Lists the machines of a Ray cluster, with the type and number of their GPUs and the Ray resources that a GPU needs.
+"""Lists the machines of a Ray cluster, their GPUs' type and number, and the Ray resources to request for a GPU.
 
 The first row of this table that applies to a machine determines its GPU type:
 
@@ -52,7 +52,7 @@ class Machine(msgspec.Struct, frozen=True):
     num_gpus: int
     """Number of GPUs; on a machine of type CPU, number of cores."""
     units: tuple[str, ...]
-    """Names of Ray resources. For each GPU that a process uses, it requests one unit of each of these resources."""
+    """Names of Ray resources. A process requests one unit of each of these resources for each GPU that it uses."""
     cpus: float
     """Number of CPU cores that Ray may assign."""
     problem: str = ""
@@ -65,9 +65,9 @@ def machines(
     """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
     `types`: names of GPU types that are known in addition to the catalogue. `known`: node id → name that was assigned
-    to the machine before. A machine that joins again has a new node id; it gets its earlier name, found by its host
-    name. A machine without an assigned name gets its host name; if several machines have this host name, the start of
-    the node id is appended."""
+    to the machine before. A machine that joins again has a new node id, so its earlier name is found by its host name.
+    A machine without an assigned name gets its host name; if several machines have this host name, the start of the
+    node id is appended."""
     rows, given = list(rows), known or {}
     alive = [row for row in rows if row["Alive"]]
     taken = Counter(_plain(row["NodeManagerHostname"]) for row in alive)

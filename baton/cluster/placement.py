@@ -1,8 +1,8 @@
 """Assigns the trainer ranks and workers of a plan to the machines of a cluster. Does no I/O.
 
-A machine of the plan is matched with the machine of the same name in the cluster if that machine has the same GPU type
-and enough GPUs. Otherwise, the machine of the plan is matched with any free machine of the cluster that has this GPU
-type and enough GPUs. Each process gets one bundle of resources:
+A machine of the plan is matched with the cluster's machine of the same name if the latter has the same GPU type and
+enough GPUs. Otherwise, the plan's machine is matched with any free machine of the cluster that has this GPU type and
+enough GPUs. Each process gets one bundle of resources:
 
     trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage); tensor-parallel ranks are
                adjacent; on machines of type CPU, one rank per stage and machine with one thread per core
@@ -33,7 +33,7 @@ from baton.specs.plan import Plan, Replica, RewardStage, Stage
 from baton.specs.trainer_shapes import can_train
 from baton.swarm.listen import is_loopback
 
-if TYPE_CHECKING:  # it imports aiohttp
+if TYPE_CHECKING:  # only for types, because `sglang.wire` imports aiohttp
     from baton.rollout.engines.sglang.wire import ServerInfo
 
 Role = Literal["rank", "worker", "reward"]
@@ -71,8 +71,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     tp: int = 1
     pp: int = 1
     ranks: tuple[int, ...] = ()
-    """For each GPU of a colocated worker, the rank that uses the same GPU, or -1 if no rank uses it. The rank requests
-    a shared GPU from Ray, so the worker's `resources` do not include it. Empty if the worker shares no GPU."""
+    """For each GPU of a colocated worker, the rank that uses the same GPU, or -1 if no rank uses this GPU. Only the
+    rank requests a shared GPU from Ray; the worker's `resources` exclude it. Empty if the worker shares no GPU."""
     further: tuple[ProcessPart, ...] = ()
     """The worker's processes on machines other than the first, in the order of the GPUs. `gpu_ids` lists the GPUs on
     all machines, but `resources` and `threads` apply only to the first machine."""
@@ -115,8 +115,8 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    `here`: id of the controller's machine. If the first stage uses this machine, rank 0 runs on it: the order of the
-    ranks is rotated by the same offset in each stage, so that the same pairs of ranks still communicate.
+    `here`: id of the controller's machine. If the first stage uses this machine, rank 0 runs on it. For this, the order
+    of the ranks in each stage is rotated by the same offset, so that the same pairs of ranks still communicate.
     `first_worker`: number of the first worker, which becomes a part of its name. It must be larger than all earlier
     numbers, because names are not reused."""
     check_support({"plan": _plan_shape(plan)})
@@ -144,8 +144,8 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
-    """Return overrides for the recipe keys that the plan determines. `planned_speeds`: speeds of a mixed stage's
-    ranks."""
+    """Return overrides for the recipe keys that the plan determines. `planned_speeds`: speed of each rank in the plan,
+    used only for a mixed stage."""
     training = plan.training
     stages = training.stages[:1] if training.is_mixed else training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
@@ -376,8 +376,9 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transp
 
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
     """Map the GPUs of each replica to the URL of its SGLang server. `infos`: for each URL, the server's description of
-    itself, or the reason why the server did not answer. Raises UserError if the numbers of URLs and replicas differ, or
-    if a server does not answer, or if its tensor-parallel or pipeline-parallel size is not that of its replica."""
+    itself, or the reason why the server did not answer. Raises UserError if there is not one URL per replica,
+    `engine.sglang.url` is set too, a server does not answer, or a server's tensor-parallel or pipeline-parallel size
+    differs from that of its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"
     if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
         raise UserError(
@@ -412,8 +413,8 @@ class PlacementChange(msgspec.Struct, frozen=True):
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Return the difference. A running worker is kept if a worker of the new plan has the same GPUs, shape and
-    slots."""
+    """Return the difference between running and wanted workers. A running worker is kept if a worker of the new plan
+    has the same GPUs, shape and slots."""
     left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
     for spec in wanted:

@@ -16,8 +16,8 @@ from baton.specs.workload import Workload
 TOLERANCE = 0.15
 """A count or length in the recipe may differ from that in the plan by at most this fraction."""
 NUMBERS = "num_layers", "hidden", "vocab"
-"""Fields of `ModelSpec` that are compared: if one differs, recipe and plan have different models. Of these fields, a
-`RewardStage` has only `num_layers`."""
+"""Fields of `ModelSpec` that are compared. If one of them differs, recipe and plan have different models. A
+`RewardStage` has only `num_layers`, so only this field is compared with it."""
 Difference = tuple[str, object, object, bool]
 """Key, the recipe's value, the plan's value, and whether the plan must be refused if the values differ."""
 
@@ -36,7 +36,7 @@ def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
 
 def check_inputs(plan: Plan, model: ModelSpec, work: Workload, file: Path) -> None:
     """Raise UserError if a plan was made for another model, or for a workload of another kind. The lengths of responses
-    may differ, because a simulation shows what they change. A plan that does not record these values is not checked."""
+    may differ, because a simulation shows their effect. A plan that does not record these values is not checked."""
     if (planned := plan.work) is None:
         return
     own, of_plan = f"{work.groups} × {work.group_size}", f"{planned.groups} × {planned.group_size}"

@@ -30,9 +30,10 @@ from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
-"""A plan that moves fewer GPUs is preferred if its step time exceeds the shortest by at most this fraction."""
+"""A plan that moves fewer GPUs is preferred if its step time is at most this fraction above the shortest step time."""
 MEASURED_STEPS = 50
-"""Number of recorded steps from which a new plan takes the lengths. A replan must not take longer as a run grows."""
+"""A new plan takes the lengths of prompts and responses from at most this number of the latest recorded steps. Without
+a limit, a replan would take longer as a run grows."""
 NO_SERVERS = "engine.sglang.urls has no servers for other replicas"
 
 
@@ -68,8 +69,8 @@ class Replanner:
         return () if self._base is None else tuple(self._base.gpu)
 
     def replan_workers(self, machines: Sequence[Machine]) -> ReplanResult:
-        """Make a plan that keeps the trainer on its GPUs. `machines`: under their names in the plan. If no such plan
-        exists, the result keeps the current workers; no error is raised."""
+        """Make a plan that keeps the trainer on its GPUs. `machines`: machines of the cluster, with their names in the
+        plan. If no such plan exists, the result keeps the current workers; no error is raised."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
         if self.plan.is_colocated:
@@ -143,9 +144,9 @@ class Replanner:
 
 
 def with_trainer(option: ReplanOption, running: Training) -> ReplanOption | None:
-    """Return the option with the GPUs of the running trainer in their present order; None if the option changes what
-    cannot change while the trainer runs: its GPUs and how they split the model and the rows. A new plan may list equal
-    GPUs in another order, for example because a machine's place in the cluster has changed."""
+    """Return the option with the trainer's GPUs in the running trainer's order. A new plan may list the same GPUs in
+    another order, for example because the order of the machines has changed. Return None if the option changes the
+    trainer's GPUs or how they split model and batch, because a running trainer cannot apply such a change."""
     training = option.plan.training
     if _shape(training) != _shape(running):
         return None

@@ -143,9 +143,9 @@ class Supervision:
         self._training = placement.training_machines
         self._specs = {spec.name: _Watched(spec) for spec in placement.workers}
         self._lost, self._joined = set[str](), set[str]()
-        """Machines that left or joined after the last replan began."""
+        """Names of the machines that left, and of those that joined, after the last replan began."""
         self._changed_s: float | None = None
-        """Time when a machine last left or joined; None without such a change after the last replan began."""
+        """Time when a machine last left or joined; None if no machine left or joined after the last replan began."""
         self._is_planning = False
 
     def start(self) -> list[Command]:

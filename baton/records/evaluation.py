@@ -90,8 +90,8 @@ def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
 
     With one response per prompt, the interval is Wilson's score interval. Several responses to one prompt are not
     independent, so with several responses per prompt the interval comes from 2000 bootstrap draws with a fixed seed.
-    Each draw resamples the prompts. If all responses are true, or none, all draws would be equal, so the interval is
-    Wilson's for one response per prompt.
+    Each draw resamples the prompts. If all outcomes are equal, all draws would be equal too, so Wilson's score interval
+    for one response per prompt is used.
     """
     shares = [sum(row) / len(row) for row in outcomes]
     count = len(shares)

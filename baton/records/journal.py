@@ -167,7 +167,7 @@ class Journal:
             self._put(EntryKey("segments", group_id, sample_index, token_offset), segments)
 
     def finished(self, trajectory: Trajectory, episode: Episode | None = None) -> None:
-        """Record a complete trajectory. `episode`: of a multi-turn task, kept until the reward is recorded."""
+        """Record a complete trajectory. `episode`: for a multi-turn task; kept until the reward is recorded."""
         key = (trajectory.group_id, trajectory.sample_index)
         self._remove(("segments", "judged", *_OF_AN_EPISODE), *key)
         self._put(EntryKey("finished", *key), trajectory)
@@ -222,7 +222,7 @@ class Journal:
         self._put(EntryKey("discarded", group_id), cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step's batch, and settle, before the batch is written to the run's directory."""
+        """Record the metrics of a step's batch, and `settle`. Called before the batch is written to a file."""
         self._put(EntryKey("batch", step), metrics)
         self.settle()
 

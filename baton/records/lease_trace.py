@@ -3,7 +3,8 @@ of an engine is one of the engine's slots.
 
 The sender of leases calls `on_lease` for each lease and `on_report` for each report. If an engine has more leases than
 slots, it runs them in the order of arrival. The span of a waiting lease therefore begins when a slot becomes free. A
-lease that never gets a slot has no span. A span counts all policy tokens that were reported for its lease.
+lease that never gets a slot has no span. A span counts the policy tokens that were reported for its lease since the
+span began.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class MetricsWriter:
 
 
 class TensorBoard:
-    """Sink that writes event files in `tensorboard/`, in the calling thread: a writer thread would hide errors."""
+    """Sink that writes to `tensorboard/` in the calling thread, because a writer thread would hide errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -130,8 +130,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sink that writes to a run at Weights & Biases, which has the name of Baton's run and continues when Baton's run
-    is resumed. If a write fails, the failure is logged once, and Baton's run continues without Weights & Biases,
+    """Sink that writes to a run at Weights & Biases. That run has the name of Baton's run, and continues when Baton's
+    run is resumed. If a write fails, the failure is logged once, and Baton's run continues without Weights & Biases,
     because metrics.jsonl has all metrics."""
 
     def __init__(self, directory: Path, project: str, run_id: str, recipe: Mapping[str, Any]) -> None:
@@ -185,8 +185,8 @@ def start_wandb(
     directory: Path, log: LogSettings, recipe: Mapping[str, Any], *, is_new: bool
 ) -> WeightsAndBiases | None:
     """Start the run at Weights & Biases; return None if the recipe does not use it. Writes only to the directory
-    `wandb`. Unless the run is new, it continues the run whose id `MetricsWriter` has stored. Raises UserError if
-    Weights & Biases cannot start."""
+    `wandb`. If Baton's run is not new, continue the run at Weights & Biases whose id `MetricsWriter` has stored. Raises
+    UserError if Weights & Biases cannot start."""
     if log.wandb_project is None:
         return None
     file = directory / WANDB_ID

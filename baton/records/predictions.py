@@ -20,7 +20,7 @@ MEMORY = "trainer memory"
 TOLERANCE = 0.15
 """Maximum absolute value of `Comparison.error` for a prediction that counts as correct."""
 WARM_SHARE = 0.2
-"""Fraction of a run's train steps that means of measured values exclude, at the start of the run."""
+"""This fraction of a run's train steps, at the start of the run, is excluded from means of measured values."""
 
 Row = Mapping[str, float]
 
@@ -124,18 +124,18 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def num_warm(num_steps: int) -> int:
-    """Return the number of first train steps that means over a run of `num_steps` steps exclude."""
+    """Return how many of the first train steps are excluded from means over a run of `num_steps` steps."""
     return max(min(1, num_steps - 1), int(WARM_SHARE * num_steps))
 
 
 def steady_rows(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows of train steps, without the first `WARM_SHARE` of the steps."""
+    """Return the rows of train steps, without the first steps that `num_warm` excludes."""
     steps = [row for row in rows if "perf/step_time" in row]
     return steps[num_warm(len(steps)) :] if steps else []
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
-    """Compare predictions with the rows of metrics.jsonl, without evaluations and the first train steps."""
+    """Compare predictions with rows of metrics.jsonl, except evaluations and the first train steps (`num_warm`)."""
     steps = steady_rows([row for row in rows if row["step"] > predictions.after_step])
     tokens, found = _peak_tokens(steps), []
     told_of = {each.term: each for each in predictions.terms}
@@ -171,7 +171,7 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
     for row in rows:
         try:
             values.append(of(row))
-            # a share is predicted for the time of all steps together, and steps may differ in length
+            # a predicted share refers to the total time of all steps, so longer steps have larger weights
             weights.append(row["perf/step_time"] if unit == "share" else 1.0)
         except (KeyError, TypeError):  # the metric is missing, or None, which stands for a number that is not finite
             continue

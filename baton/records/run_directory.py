@@ -30,7 +30,8 @@ from baton.types import Group, plain
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
 """Kind of recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled and the
-greedy responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed last."""
+greedy responses of the evaluation after the step. `skipped`: the last of the step's batches that `skip_groups`
+removed."""
 WANDB = "wandb"
 """Directory that Weights & Biases creates."""
 _BEFORE_A_RUN = LOCK_FILES | {WANDB, "recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
@@ -52,7 +53,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """`lock`: the directory's lock. A process without it must not write, and `check_held` then does nothing."""
+        """`lock`: the directory's lock. A process without the lock must only read; `check_held` then does nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -86,7 +87,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, lock: RunLock) -> RunDirectory:
         """Delete an existing run, and start a new run in the directory. The directory must have passed `check_free`.
-        The files of Weights & Biases stay: it has started already, and may not have uploaded those of the old run."""
+        `WANDB` stays: Weights & Biases has already started, and may not have uploaded the old run's files."""
         lock.check()
         last = path / "run.json"  # deleted last, because a directory with this file counts as a run
         for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
@@ -132,8 +133,8 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete incomplete files, and the evaluations of steps after `step`, which the resumed run repeats. Recorded
-        trajectories stay, because the loop uses them again."""
+        """Delete incomplete files, and the evaluations of steps after `step` with their trajectories, because the
+        resumed run repeats these evaluations. Recorded batches stay, because the loop uses them again."""
         self.check_held()
         for directory in (self.path, self.checkpoints, self._trajectories):
             remove_leftovers(directory)
@@ -176,7 +177,7 @@ class RunDirectory:
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def remove_groups_after(self, step: int) -> list[int]:
-        """Remove the recorded batches of later steps than `step`, and return these steps."""
+        """Remove the recorded batches of all steps after `step`, and return these steps."""
         later = [each for each in self.recorded_steps() if each > step]
         if later:
             self.check_held()
@@ -220,7 +221,7 @@ class RunDirectory:
     def write_evaluation(
         self, step: int, results: Sequence[Evaluation], groups: Mapping[Source, Sequence[Group]] = {}
     ) -> None:
-        """Write the evaluations of a step, with their groups, in place of records of this step and of later steps."""
+        """Write a step's evaluations and their groups. Older results of this step and of later steps are deleted."""
         for source, evaluated in groups.items():
             self.write_groups(step, evaluated, source)
         self.check_held()

@@ -30,8 +30,8 @@ from baton.files import make_directory, write_whole
 
 RETRY_S = 0.05
 RETRIES = 20
-"""Number of retries of `take`. Even if no run uses the directory, two kinds of processes may hold the lock for a
-moment: a process that calls `status`, and a child of a killed run between fork and exec."""
+"""Number of retries of `take`. Retries are needed because two kinds of processes may hold the lock for a moment
+although no run uses the directory: a process that calls `status`, and a child of a killed run between fork and exec."""
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 

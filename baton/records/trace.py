@@ -80,7 +80,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Maximum number of spans in memory. Further spans are dropped until the next `flush`, with a mark `GAP`."""
+"""Maximum number of spans in memory. A mark `GAP` replaces further spans until the next `flush`."""
 LIMIT_BYTES = 32_000_000
 """Maximum size of a run's trace. If a trace becomes larger, spans in its middle are deleted."""
 
@@ -225,7 +225,7 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
     """Return a trace as JSON in Chrome's Trace Event Format, for ui.perfetto.dev, chrome://tracing and speedscope.
 
     Actors become processes, lanes become threads, spans become complete events, and marks become instant events. Times
-    are whole microseconds since the first span. Both ends are rounded, so adjacent spans stay adjacent.
+    are whole microseconds since the first span. Start and end are rounded separately, so adjacent spans stay adjacent.
 
     Source: Chromium, "Trace Event Format".
     """

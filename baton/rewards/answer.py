@@ -35,7 +35,7 @@ INSTRUCTIONS: dict[str, str] = {
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _UNDERLINED = r"(?<=\b_)(?<![)\]}$]_)|(?<=\b__)(?<![)\]}$]__)"
-"""After the underscores of Markdown's emphasis, as in `_18_`, but not before an index, as in `x_1` and `(101)_2`."""
+"""Matches after the underscores of Markdown's emphasis (`_18_`), but not before an index (`x_1` and `(101)_2`)."""
 _NUMBER = re.compile(
     rf"(?:(?:(?<![\w)])|{_UNDERLINED})[-−])?(?:(?<!\w)|{_UNDERLINED})[$€£]?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -107,7 +107,7 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 def _last_boxed(response: str) -> str | None:
     """Return the content of the last `\\boxed{…}` with balanced braces. `\\{` and `\\}` are text, not braces."""
     starts: list[int] = []
-    """Ends of the opening braces that are not closed yet; -1 for braces other than those of `\\boxed`."""
+    """Position after each opening brace that is not closed yet; -1 for a brace that does not belong to `\\boxed`."""
     found = None
     for brace in _BRACE.finditer(response):
         is_escaped = len(brace[1]) % 2 == 1

@@ -14,7 +14,7 @@ from baton.rewards.settings import ANY_NUMBER
 from baton.types import FailureCause
 
 SHORT_TOKENS = 4
-"""A reply of at most this number of tokens is used even if it was cut: the template asks for a number alone."""
+"""If `max_new_tokens` is not above this, replies that were cut are used: the template asks for a number alone."""
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class ChatFormat(msgspec.Struct, frozen=True):
         except TimeoutError:
             late = f"took more than {DEADLINE_S:.0f} s of CPU time"
             return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}; the search for {self.pattern!r} {late}")
-        # of a reply that was cut, a number may be a part of the rating, or of the reasoning before the rating
+        # if a reply was cut, the number may be a part of the rating, or belong to the reasoning before the rating
         is_unsure = match is None or self.pattern == ANY_NUMBER or text.rstrip().endswith(match[0])
         if is_cut and is_unsure and self.max_new_tokens > SHORT_TOKENS:
             most = f"max_new_tokens = {self.max_new_tokens}"

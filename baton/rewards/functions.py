@@ -92,8 +92,8 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
-    """Raise UserError if a function has a required argument that is neither in `BUILT_IN` nor a column of every
-    task."""
+    """Raise UserError if a task does not provide a required argument of a function. A task provides the arguments in
+    `BUILT_IN` and, except for the convention `verl`, its columns."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -219,8 +219,8 @@ def malformed(result: Any, why: str) -> CallFailure:
 
 
 def describe_error(error: BaseException, function: RewardFunction | None = None) -> str:
-    """Describe an error in one line: its type, the first line of its message, and the innermost file and line, or the
-    innermost line in the file of `function` if there is one."""
+    """Describe an error in one line: its type, the first line of its message, and a line of the traceback. This is the
+    innermost line in the file of `function`, or the innermost of all lines if no line is in this file."""
     text = str(error).strip().splitlines()
     shown = type(error).__name__
     if text:  # the text may quote a response, so control characters are escaped

@@ -4,7 +4,7 @@ sandbox for hostile code.
       run ══ pipes ══▶ supervisor ──forks──▶ scorer ──starts──▶ processes that a reward function starts
 
 The supervisor process runs no user code. The supervisor kills the scorer and all its descendants when the run sends
-SIGTERM, when the run ends (the pipe closes) and when the scorer ends:
+SIGTERM, when the run ends (the pipe closes) and when the scorer ends. The method depends on the platform:
 
 * On Linux with user namespaces, the scorer runs in its own PID namespace. When the namespace's first process ends, the
   kernel kills every process in the namespace, also processes in other sessions. The scorer also gets user, mount and
@@ -80,8 +80,8 @@ def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.
 
 def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judge.network") -> Isolation:
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
-    the scorer's exit code. For `Isolation.description`, `who` names the isolated processes, and `network_key` is the
-    recipe key that allows them to use the network."""
+    the scorer's exit code. `network`: whether the scorer may use the network. Two arguments are only for
+    `Isolation.description`: `who` names the isolated processes, and `network_key` is the recipe key of `network`."""
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -112,10 +112,10 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
 
 def detach_streams() -> None:
     """Redirect standard input from /dev/null and standard output to standard error, so that output of user code does
-    not mix with messages. For messages, the caller must use duplicates of the streams that it made before this call."""
+    not mix with messages. The caller must duplicate the streams before this call and use the copies for messages."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(1, "w", buffering=1)  # by line, because a kill would lose the content of a larger buffer
+    sys.stdout = os.fdopen(1, "w", buffering=1)  # by line: a kill would lose the content of a larger buffer
 
 
 def import_from(sys_path: Iterable[str], memory_bytes: int) -> None:

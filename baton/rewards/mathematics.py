@@ -13,7 +13,7 @@ from baton.rewards.scorer_protocol import CallFailure, CallValue, Outcome
 from baton.types import FailureCause
 
 _MARKED = re.compile(r"\\boxed|(?<!\\)\$")
-"""Marks of mathematics in a text, by which math-verify finds it. `\\$` is a currency sign, not a mark."""
+"""Marks by which math-verify finds the mathematics in a text. `\\$` is a currency sign, not a mark."""
 
 
 def check_installed() -> None:

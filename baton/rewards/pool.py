@@ -2,8 +2,8 @@
 when they are needed. A process is killed when a call exceeds its deadline.
 
 While a synchronous scorer executes a call, its worker process runs no other call. A hang or crash of the process is
-therefore always the fault of the call that it executes. Asynchronous scorers share one worker process. If this process
-is killed, each of its unfinished calls is repeated in a separate process, which shows which call is at fault. All code
+therefore always the fault of the call that it executes. Asynchronous scorers share one worker process. If the shared
+process is killed, each unfinished call is repeated in a separate process, which shows which call is at fault. All code
 of this file runs in the thread of one event loop.
 
 Pools of libraries lack these properties. In pebble 5.2, the whole pool breaks when an idle worker dies, the cause of a
@@ -149,8 +149,8 @@ class WorkerPool:
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a worker process, which loads its scorers; return a line about its isolation. Raises UserError if the
-        process cannot load them."""
+        """Start a worker process, which loads its scorers; return a line about the isolation of the process. Raises
+        UserError if the process cannot load them."""
         if self._holds_model:
             await asyncio.shield(self._shared_worker())
         else:
@@ -212,7 +212,7 @@ class WorkerPool:
         launch = asyncio.ensure_future(self._launch())
         running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
         self._launches = [*running, launch]
-        # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for it
+        # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for the start
         worker = await asyncio.shield(launch)
         names = ", ".join(map(str, self._setup.specs))
         try:

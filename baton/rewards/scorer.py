@@ -68,8 +68,8 @@ OF_ANSWERS = ("exact", "math", "format")
 """Values of `kind` that only score single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
 """Default timeout of a call of a reward model, in seconds. The time starts when the call is sent to a process of the
-model. It includes the wait for earlier calls in that process. It excludes the wait for a free call (`concurrency`), and
-the time in which the model loads."""
+model. It includes the wait for earlier calls in that process. It excludes the wait that the limit `concurrency` causes,
+and the time in which the model loads."""
 MAX_UNANSWERED = 32
 """If this number of consecutive calls of a scorer get no answer (timeout, crash, unreachable), the scorer is tested.
 The test repeats a call that the scorer has answered before. If there is no such call, the test sends the reference
@@ -139,7 +139,7 @@ class RewardScorer:
         self._thread: ScoringThread | None = None
         self._finished: queue.SimpleQueue[tuple[int, Future[list[RewardResult]]]] = queue.SimpleQueue()
         self._waiting: dict[int, Sequence[Finished]] = {}
-        """Trajectories that were submitted together and have no rewards yet, by the number of their submission."""
+        """Submission number → the trajectories that were submitted together and have no rewards yet."""
         self._submissions = count()
         self._unanswered: dict[str, int] = {}
         self.warnings = RewardWarnings()
@@ -216,7 +216,7 @@ class RewardScorer:
             yield from self.collect(min(1.0, self.timeout_s))
 
     def metrics(self) -> dict[str, float]:
-        """Return the time for which reward models scored since the previous call; empty without a reward model."""
+        """Return the metric of how long reward models scored since the last call; empty without a reward model."""
         busy_s = None if self._thread is None else self._thread.take_busy_s()
         return {} if busy_s is None else {"time/reward_model_busy": busy_s}
 
@@ -499,7 +499,7 @@ def _is_reference(call: Call) -> Outcome:
 def _judged(
     total: float, parts: dict[str, float], is_correct: bool, answer: str | None, failure: CallFailure | None
 ) -> RewardResult:
-    """Return the reward `total`, or the reason why it must not be used: `failure`, or a too large total."""
+    """Return a result with the reward `total`, or with a failure: `failure`, if given, or a too large total."""
     if failure is None and not abs(total) <= MAX_REWARD:  # also NaN, the sum of opposite infinities
         text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
         failure = CallFailure(FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]")
@@ -523,7 +523,7 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _purpose(reward: RewardSettings) -> str:
-    """Return the part's name for a part with a template, because the parts of one model may have several templates."""
+    """Return a text that names a part with a template, because several parts may use one model with other templates."""
     return f" for {reward.name!r}" if reward.template else ""
 
 

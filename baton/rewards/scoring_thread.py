@@ -62,7 +62,7 @@ class ScoringThread:
         self._models = {name: [pool_of(*each) for each in placed] for name, placed in models.items()}
         self._busy = {pool: BusyTime(pool.num_slots, self._loop.time) for pool in chain(*self._models.values())}
         self._gone: dict[str, str] = {}
-        """The latest error about a lost machine of a reward model, by the name of its reward part."""
+        """Name of a reward part → the latest error about a lost machine of its reward model."""
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -80,9 +80,9 @@ class ScoringThread:
         return await self._retried(call, {FailureCause.CRASHED}, f"spec {spec}", concurrency)
 
     async def call_model(self, name: str, calls: Calls, deadline_s: float, *, concurrency: int) -> Outcomes:
-        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs. Other
-        processes are called while a process loads the model again. Raises EngineFault if no machine of the reward model
-        is left."""
+        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs. While a
+        process loads the model again, the other processes are called. Raises EngineFault if no machine of the reward
+        model is left."""
         pools = self._models[name]
 
         async def ask() -> Outcomes:
@@ -139,8 +139,8 @@ class ScoringThread:
         return lines[0]
 
     def take_busy_s(self) -> float | None:
-        """Return the seconds for which reward models scored since the previous call, averaged over their processes;
-        None without a reward model."""
+        """Return how many seconds reward models scored since the last call of this method, averaged over their
+        processes; None without a reward model."""
         found = [busy.take() for busy in self._busy.values()]
         return sum(found) / len(found) if found else None
 

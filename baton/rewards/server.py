@@ -2,8 +2,8 @@
 
       run ══ calls ══▶ worker process ──HTTP on 127.0.0.1, with a random key──▶ vLLM server
 
-The worker process ends when its server ends, and when the server does not answer a health check in time. The run then
-starts both processes again (`pool.py`). All processes of the server end with the worker process (`isolation.py`).
+The worker process ends when its server ends or fails a health check. The run then starts both processes again
+(`pool.py`). All processes of the server end with the worker process (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def command_of(spec: GenerativeModelSpec, port: int, kind: str) -> list[str]:
         "max-model-len": spec.context_tokens,
         "max-num-seqs": spec.concurrency,
         "kv-cache-memory-bytes": cache,
-        "generation-config": "vllm",  # the sampling of a request, not that of the model's generation_config.json
+        "generation-config": "vllm",  # requests set the sampling, not the model's generation_config.json
         "uvicorn-log-level": "warning",
         **({"revision": revision} if revision else {}),
     }
@@ -78,7 +78,7 @@ def _flag(key: str, value: Any) -> str:
 
 
 def environment_of(device: str, key: str, run: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a server, which makes one GPU visible to it."""
+    """Return the environment variables of a server. On CUDA, they make only one GPU visible to the server."""
     own = {
         "VLLM_API_KEY": key,  # other users of the machine can read arguments
         "VLLM_HOST_IP": "127.0.0.1",
@@ -120,7 +120,7 @@ class GenerativeModel:
         threading.Thread(target=self._end_with_the_server, daemon=True).start()
 
     async def __call__(self, calls: tuple[Call, ...]) -> tuple[Outcome, ...]:
-        """Score conversations. The caller has a deadline."""
+        """Score conversations, without a timeout: the caller enforces a deadline."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 self._base,

@@ -38,15 +38,15 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     """The arguments of a worker."""
 
     command: tuple[str, ...]
-    """Arguments of `baton worker`, without `--tied` and those that name a file on the worker's machine."""
+    """Arguments of `baton worker`, without `--tied` and the paths of files, which the actor adds."""
     token: str
     certificate: str
     threads: int
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """For a worker that shares GPUs with ranks, or whose actor sees GPUs of other processes, one pair per GPU. The
-    first element is the name of the environment variable that selects the GPUs that a process sees. The second element
-    is either a string, the GPU's id that becomes the variable's value, or an integer, the GPU's index among the GPUs
-    that the actor sees."""
+    """One pair per GPU, if the worker shares GPUs with ranks or its actor sees GPUs of other processes; otherwise
+    empty. The first element is the name of the environment variable that selects the GPUs that a process sees. The
+    second element is either a string, the GPU's id that becomes the variable's value, or an integer, the GPU's index
+    among the GPUs that the actor sees."""
 
 
 PIECE_BYTES = 64 * 2**20
@@ -55,8 +55,8 @@ PIECE_BYTES = 64 * 2**20
 
 def own_directory(what: str) -> Path:
     """Make a temporary directory for this process, and delete the directories of ended processes. The process locks its
-    directory (flock) until it ends. A process id would not identify the owner, because the processes of several
-    containers may share the root directory."""
+    directory (flock) until it ends. A process id would not identify the owner: several containers may share the
+    directory of temporary files, and their process ids are not unique."""
     root, prefix = Path(tempfile.gettempdir()), f"baton-{what}-"
     for old in root.glob(f"{prefix}*"):
         with suppress(OSError):  # the owner still runs, or is another user
@@ -135,7 +135,7 @@ class WorkerActor:
 
 
 def _gpus(start: WorkerArguments) -> dict[str, str]:
-    """Return the environment variables that restrict a worker to its GPUs; empty if its actor sees only these."""
+    """Return the environment variables that restrict a worker to its GPUs; empty if its actor sees no others."""
     found: dict[str, str] = {}
     for name, gpu in start.gpus:
         seen = [each for each in os.environ.get(name, "").split(",") if each]

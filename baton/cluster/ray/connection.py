@@ -36,8 +36,8 @@ may have failed in the meantime."""
 
 @contextmanager
 def calling_ray() -> Iterator[None]:
-    """Raise RankLost if a call of Ray itself fails in this context. Without its head, Ray raises errors of several
-    types. Baton's own errors pass unchanged."""
+    """Raise RankLost if a call of Ray itself fails in this context. If the cluster's head node is lost, such a call
+    raises errors of several types. Baton's own errors pass unchanged."""
     try:
         yield
     except BatonError:
@@ -130,8 +130,9 @@ class RayCluster:
             remove_placement_group(group)
 
     def options(self, group: Any, index: int, spec: ProcessSpec | ProcessPart) -> dict[str, Any]:
-        """Return the options of an actor in a bundle of a placement group. An actor that does not request the resource
-        `GPU` may request a GPU under another resource name. Such an actor therefore sees all GPUs of its machine."""
+        """Return the options of an actor in a bundle of a placement group. An actor that requests GPUs under another
+        name than `GPU` sees all GPUs of its machine, because of RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0. By default, Ray
+        would hide all GPUs."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return {

@@ -64,7 +64,7 @@ class RayRanks:
         encoded = encode(message)
 
         def call() -> list[Any]:
-            data = self._cluster.ray.put(encoded)  # once, so that Ray sends it to each machine once
+            data = self._cluster.ray.put(encoded)  # put once, so that each machine receives the message once
             return [actor.handle.remote(data) for actor in self._actors]
 
         return self._gather(call, type(message).__name__, timeout_s)
@@ -113,8 +113,9 @@ class RayRanks:
                 )
 
     def _gather(self, call: Callable[[], list[Any]], what: str, timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks; messages are decoded. `call`: calls the ranks' actors, and returns the Ray
-        futures. If a rank is lost or does not answer, close all actors and raise the same errors as `Ranks.ask`."""
+        """Return the answers of all ranks; bytes are decoded as messages. `call`: calls the ranks' actors, and returns
+        the Ray futures. If a rank is lost or does not answer, close all actors and raise the same errors as
+        `Ranks.ask`."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         try:

@@ -28,10 +28,10 @@ RETURN_S: Final = 600.0
 """Maximum seconds to wait for the return of a replica's machine that has left the cluster."""
 _POLL_S: Final = 0.5
 _CHECK_S: Final = 1.0
-"""Minimum seconds between two checks of an actor on a further machine."""
+"""Minimum seconds between two checks of an actor on a further machine (any machine of a replica except the first)."""
 _CALLS: Final = 16
-"""Maximum number of messages that an actor processes concurrently. The number is above 1, because a call of vLLM's
-workers may hang until its deadline."""
+"""Maximum number of messages that an actor processes concurrently. The number is above 1, so that a call of vLLM's
+workers that hangs until its deadline does not block other messages."""
 
 
 class RayReplicas:
@@ -52,7 +52,7 @@ class RayReplicas:
         self.direct = direct
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._begun: dict[int, _RayReplica] | None = None
-        """Actors that start for the first time, concurrently; None before the first `build`."""
+        """Replicas in their first start, by index. The first `build` starts all concurrently; None before it."""
         self._actors: list[_RayReplica] = []
         self._closed = Event()
 
@@ -97,8 +97,8 @@ class RayReplicas:
 
 
 class _Further:
-    """An actor on a further machine of a replica (any machine except the first). `future` is the result of the last
-    call of this actor: its start, or a check."""
+    """An actor on a further machine of a replica. `future`: Ray future of the last call of this actor, which is its
+    start or a check."""
 
     def __init__(self, name: str, actor: Any, started: Any) -> None:
         """`started`: future of the actor's start."""
@@ -140,10 +140,10 @@ class _RayReplica(RemoteReplica):
                     if spec.gpu != CPU and "GPU" not in part.resources:  # the actor sees all GPUs of its machine
                         indices = ",".join(index for name, _, index in gpus if name == part.machine)
                         options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] = indices
-                    if spec.further:  # otherwise 127.0.0.1 (`set_up_environment`)
+                    if spec.further:  # for one machine, `set_up_environment` sets 127.0.0.1
                         options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] = machine.address
                     self._actors.append(cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote())
-                # if a replica has several machines, Ray passes the port of the first actor to all its actors
+                # if a replica has several machines, Ray passes a port of the first actor to all actors of the replica
                 port = self._actors[0].free_port.remote(host) if spec.further else 0
                 starts = [
                     actor.handle.remote(encode(own), port) for actor, own in zip(self._actors, nodes, strict=True)
@@ -188,7 +188,7 @@ class _RayReplica(RemoteReplica):
             return ray.get(future, timeout=GET_S)
         except BatonError:
             raise
-        except Exception as error:  # without its head, Ray raises errors of several types
+        except Exception as error:  # if the head node is lost, Ray raises errors of several types
             raise EngineFault(f"{self.name} was lost: {first_line(error)[:200]}") from error
         finally:
             with self._changed:

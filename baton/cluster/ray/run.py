@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
 MAX_RESTARTS = 3
-"""After the loss of a rank or a machine, the trainer restarts from its last checkpoint, but at most this number of
-times."""
+"""Maximum number of restarts of a run. After the loss of a rank or a machine, the run restarts from its last
+checkpoint."""
 SERVER_ANSWER_S = 30.0
 """Before the run starts, maximum seconds to wait for the answer of an SGLang server."""
 NOTICE_S = 60.0
-"""After the loss of a rank, maximum seconds to wait until Ray reports that the rank's machine is lost."""
+"""After the loss of a rank, maximum seconds to wait until it is known whether the rank's machine is lost too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class _RayAttempts:
                 )
             ending.callback(loop.close)
             if replicas is not None:
-                ending.callback(replicas.close)  # before the loop, because it ends the waits for machines
+                ending.callback(replicas.close)  # before `loop.close`, because it cancels waits for machines
             self.has_begun = True
             is_cpu = placement.ranks[0].gpu == CPU
             memory = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)

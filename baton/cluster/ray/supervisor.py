@@ -70,9 +70,9 @@ class RayWorkerSupervisor:
         self._cluster, self._planner, self._log = cluster, planner, log
         self._supervision = sv.Supervision(placement, rules)
         self._names = dict(placement.names)
-        """Machine id → name, for the machines of the last check."""
+        """Machine id → name, for the machines that the placement or the last `_check_machines` found."""
         self._machines: tuple[Machine, ...] = ()
-        """The same machines; empty before the first check."""
+        """The machines that the last `_check_machines` found; empty before the first call."""
         self._weights = {spec.name: spec.weight for spec in placement.workers}
         self._tokens: dict[str, str] = {}
         self._running: dict[str, _RunningActor] = {}
@@ -161,7 +161,7 @@ class RayWorkerSupervisor:
 
     @property
     def held_bytes(self) -> int:
-        """Largest amount of device memory, in bytes, that any of these workers' engines uses."""
+        """Largest amount of device memory, in bytes, that the engine of any worker on a rank's GPU uses."""
         return max(self._take_turn("held"), default=0)
 
     def _take_turn(self, turn: str) -> list[int]:
@@ -330,7 +330,7 @@ class RayWorkerSupervisor:
             return f"ended with its actor: {first_line(error)[:200]}"
 
     def _on_worker_exit(self, name: str, cause: str) -> None:
-        """Report the worker's end to the hub, so that its leases end at once and not after the heartbeat timeout."""
+        """Report the worker's end to the hub, so that the leases end at once, not after the heartbeat timeout."""
         running = self._running.pop(name)
         self._end_processes(running)
         self._access.gone(name, cause[:300])
@@ -414,8 +414,8 @@ class RayWorkerSupervisor:
 
 
 def engine_arguments(kind: str, spec: ProcessSpec, servers: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
-    """Return the arguments of `baton worker` for the URL of a replica's server, or for the replica's parallel shape;
-    empty if its engine needs neither. `kind`: kind of the engine."""
+    """Return the arguments of `baton worker` that give the URL of a replica's server or the replica's parallel shape;
+    empty if the engine needs no such argument. `kind`: kind of the engine."""
     if (url := servers.get(spec.gpu_ids)) is not None:
         return ("--engine", kind, "--engine-option", f"url={url}")
     if kind != "vllm" or spec.tp * spec.pp == 1 or spec.gpu == CPU:
@@ -426,7 +426,7 @@ def engine_arguments(kind: str, spec: ProcessSpec, servers: Mapping[tuple[str, .
 
 def worker_gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
     """Return `WorkerArguments.gpus` of a worker. `ranks`: for each rank, the environment variable that restricts a
-    process to the rank's GPU. Without ranks on its GPUs, a worker needs arguments only if it does not request the
+    process to the rank's GPU. A worker that shares no GPU with ranks needs these values only if it does not request the
     resource `GPU`, because its actor then sees all GPUs of the machine."""
     if not spec.ranks and spec.gpu != CPU and "GPU" not in spec.resources:
         return tuple(("CUDA_VISIBLE_DEVICES", int(gpu.rpartition(":")[2])) for gpu in spec.gpu_ids)
