@@ -28,7 +28,8 @@ _PLACES = {
     "plan": "plan",
     "simulate": "simulate",
 }
-"""Public name → the module that defines the name. If the name is itself a module, the value is that module."""
+"""Public name → `module` or `module:name in the module`. A public name that equals the name of its module stands for
+the module itself."""
 
 
 def __getattr__(name: str) -> Any:

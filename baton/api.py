@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "finished", "stopped", "failed"]
 Start = Callable[["Observer", StopRequest], "Loop"]
-"""Function that runs a recipe until it is complete or a stop is requested, and returns the run's `Loop`, closed."""
+"""Function that runs a recipe until the run is complete or a stop is requested, and returns the closed `Loop`."""
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
     Args:
         model: directory of a Hugging Face causal LM, or its name on the hub.
         data: file or dataset by name, or rows with a prompt and a reference answer.
-        reward: function, name of a reward, or a list of functions and names; the values of a list are added. A reward
+        reward: function, name of a reward, or a list of functions and names, whose values are added. A reward
             function receives its arguments by name: any of `prompt`, `response`, `parsed` (the answer in the response),
             `episode`, and the columns of the data (`answer` is the row's reference). It returns a number, a mapping of
             named parts, or None if it gives no reward. A function with a parameter `completions` is called as in TRL.
@@ -213,7 +213,7 @@ class TrainableRecipe(Recipe):
 
     @classmethod
     def of(cls, tree: dict[str, Any], where: str) -> Self:
-        """Return the recipe with these sections. Raises UserError with a line per mistake, beginning with `where`."""
+        """Return the recipe with these sections. Raises UserError: a line per mistake, which begins with `where`."""
         recipe = parse_recipe(cls, tree, where)
         recipe._tree = tree
         return recipe
@@ -270,7 +270,7 @@ class TrainableRecipe(Recipe):
 
 
 def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") -> Predictions | None:
-    """Return the predictions for a run of the recipe on this machine. If a plan is given, they come from the plan.
+    """Return the predictions for a run of the recipe on this machine. If a plan is given, its predictions are used.
 
     Without a plan, they come from a simulation with `fleet.calibration` and `fleet.workload`. The simulation is not
     possible if one of these keys is not set or if a task is multi-turn; the function then returns None.
@@ -362,8 +362,8 @@ class Run:
         """Yield recorded trajectories of a train step.
 
         Raises UserError if the step is not recorded; the message names the recorded steps. source: `batch` selects the
-        trained batch; `evaluation` selects the sampled responses of the evaluation after the step, and `greedy` its
-        greedy responses; `skipped` selects the batch that `baton train --skip-batch` removed.
+        trained batch; `evaluation` and `greedy` select the sampled and the greedy responses of the evaluation after the
+        step; `skipped` selects the batch that `baton train --skip-batch` removed.
         """
         from baton.run.trajectories import read_trajectories
 

@@ -39,7 +39,7 @@ class RestartRule:
     """Decides whether and when a process that has ended is restarted."""
 
     max_failures: int = 5
-    """Maximum number of consecutive failures after which the process is still restarted."""
+    """Maximum number of consecutive failures. After one more failure, the process is not restarted."""
     first_wait_s: float = 0.5
     """Delay in seconds before the first restart. The delay doubles with each further failure."""
     longest_wait_s: float = 30.0
@@ -73,10 +73,10 @@ CODERS: Final = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaff
 """Number of threads that copy, hash and encode the tensors of a policy version. The threads run in parallel, because
 numpy, torch, blake3 and zstd release the interpreter's lock."""
 _LARGE: Final = 2**18
-"""Minimum size in bytes of an item that gets a thread. For a smaller item, a thread costs more time than it saves."""
+"""Minimum size in bytes of items that other threads compute. Smaller items take less time in the caller's thread."""
 _ALL_PER_LARGE: Final = 4
-"""Ratio of the maximum number of all items in progress to the maximum number of large items in progress. The items that
-are not large are, for example, the norms between the matrices of a model."""
+"""The maximum number of items in progress is this multiple of the maximum number of large items in progress. Small
+items are, for example, the norms between the matrices of a model."""
 _ITEM_S: Final = 600.0
 """Maximum time in seconds that `in_order` waits for the result of one item."""
 _TOO_LATE: Final = f"encoding or storing a part of the weights took longer than {_ITEM_S:.0f} s"
@@ -96,7 +96,7 @@ def run_into(future: Future[T], call: Callable[[], T]) -> None:
         result = call()
     except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
         future.set_exception(error)
-        del future  # the error's traceback has this frame: without the cycle, what the call uses is freed at once
+        del future  # breaks the cycle of future, error, traceback and this frame: the call's objects are freed at once
     else:
         future.set_result(result)
 
@@ -183,7 +183,7 @@ def _put(done: SimpleQueue[int], number: int, _: object) -> None:
 
 
 def _first(waiting: Iterable[int], done: SimpleQueue[int] | None) -> int:
-    """Return the number of the item whose result is next. Raises DeadlineExceeded if no item is computed in time."""
+    """Return the number of the item to yield next. Raises DeadlineExceeded if no item is computed in time."""
     try:
         return next(iter(waiting)) if done is None else done.get(timeout=_ITEM_S)
     except Empty:

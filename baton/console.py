@@ -92,7 +92,7 @@ def say(text: str) -> None:
 
 
 def wide_out() -> Console:
-    """Return the console for wide tables on standard output; 120 columns wide if that is not a terminal."""
+    """Return the console for wide tables on standard output. Without a terminal, its lines have 120 columns."""
     return out if out.is_terminal else Console(width=120)
 
 

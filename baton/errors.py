@@ -53,7 +53,8 @@ class DeadlineExceeded(BatonError):
 
 
 class Suspect(NamedTuple):
-    """A trajectory's worst token: `group/sample` of the episode, index of the path, position after the prompt."""
+    """The token of a trajectory at which engine and trainer differ most: `group/sample` of the episode, index of the
+    path, position after the prompt."""
 
     name: str
     path: int
@@ -68,7 +69,7 @@ class TrainingDiverged(BatonError):
 
     @property
     def suspects(self) -> list[Suspect]:
-        """The worst token of each trajectory that the error names as its cause; empty if the error names none. They are
+        """The token of each trajectory that the error names as its cause; empty if the error names none. The tokens are
         parsed from the error's text, because processes exchange errors as texts."""
         named = re.findall(r"(\d+/\d+) \(path (\d+), token (\d+)\)", str(self))
         return [Suspect(name, int(path), int(token)) for name, path, token in named]
@@ -111,8 +112,8 @@ KINDS: Final[dict[str, type[BatonError]]] = {
     "TrainingDiverged": TrainingDiverged,
     "EngineFault": EngineFault,
 }
-"""Name of an error in a `Fault` → the exception class that the receiving process raises. For OSError, the receiver also
-raises OSError. For any other name, it raises an error of its own that names the failed process."""
+"""Name of an error in a `Fault` → the exception class that the receiving process raises. For "OSError", the receiver
+raises an OSError. For any other name, the receiver raises an error that names the failed process."""
 
 
 NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {
@@ -135,8 +136,8 @@ class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     it cannot answer a request."""
 
     kind: str
-    """Name of the error's class, or of its nearest base class, in `NAMES`; for other errors, the name of the nearest
-    base class that Baton does not define."""
+    """Name, in `NAMES`, of the error's class or of its nearest base class that `NAMES` contains. If `NAMES` contains
+    none of them, the name of the nearest class that Baton does not define."""
     text: str
     errno: int = 0
     """Error number of an OSError; 0 for other errors."""

@@ -42,7 +42,7 @@ class FrameSocket:
         return sum(map(len, self._unsent))
 
     def send(self, data: bytes) -> None:
-        """Send a frame; queue the bytes that the socket does not accept. Raises OSError if the peer has exited."""
+        """Send a frame; queue bytes that the socket does not accept. Raises OSError if the other process has exited."""
         self._unsent += (memoryview(_HEADER.pack(len(data))), memoryview(data))
         self.send_more()
 

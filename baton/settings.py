@@ -1,4 +1,4 @@
-"""The base class of recipe sections, which the modules that use them declare and `recipe/recipe.py` combines."""
+"""The base class of recipe sections. The modules that use a section declare it; `recipe/recipe.py` combines all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Settings(BaseModel):
     )
 
     def first_given(self, *keys: str) -> str | None:
-        """Return the first of `keys` whose value differs from its default, or None if all have their default values. A
-        run's resolved recipe also states default values."""
+        """Return the first of `keys` whose value differs from its default, or None if all have their default values.
+        Values are compared, because the resolved recipe of a run states all keys."""
         fields = type(self).model_fields
         return next((k for k in keys if getattr(self, k) != fields[k].get_default(call_default_factory=True)), None)

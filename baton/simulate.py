@@ -37,7 +37,7 @@ PROGRESS_S = 10.0
 def progress(
     report: Callable[[str], None], timeout: Callable[[float], Clock] = time_left
 ) -> Callable[[int, int], None]:
-    """Return a function for `RunOptions.on_step` that reports the number of simulated steps once in PROGRESS_S."""
+    """Return a function for `RunOptions.on_step` that reports how many steps are simulated, once in PROGRESS_S."""
     left_s = timeout(PROGRESS_S)
 
     def on_step(step: int, num_steps: int) -> None:

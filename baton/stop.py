@@ -54,7 +54,7 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop, as if the signal `number` had arrived. 0: a callback requests the stop."""
+        """Request a stop. `number`: the signal that requests the stop; 0 for a callback."""
         if self.signal is None:
             self.signal = number
             hint = "; press Ctrl-C again to exit immediately" if number else ""

@@ -265,7 +265,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     group_id: int
     """Id that is unique within a run. An id is never reused, not even after a restart."""
     sample_index: int
-    """Index within the group, from 0. With run seed, group id and token position, it determines the sampling noise."""
+    """Index within the group, from 0. Run seed, group id, this index and the token position determine the noise."""
     prompt_ids: Sequence[int]
     """[prompt] Exactly the token ids that the engine received. The constructor takes any sequence."""
     segments: tuple[Segment, ...] = ()
@@ -526,7 +526,7 @@ class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """Prompt ids and the segments generated so far. A resume sends ids, never text."""
     sampling: SamplingParams
     noise_seed: int
-    """Seed of the sampling noise. With group id, sample index and token position, it determines the noise of a draw."""
+    """Seed of the sampling noise. Seed, group id, sample index and token position determine the noise of a draw."""
     version: int
     """Number of the requested policy version."""
     is_exact: bool = True
@@ -554,7 +554,7 @@ class Report(msgspec.Struct, frozen=True, tag="Report"):
 
     lease_id: int
     token_offset: int
-    """Number of response tokens before `segments`. A receiver with another number does not append the segments."""
+    """Number of response tokens before `segments`. A receiver that has another number does not append `segments`."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False

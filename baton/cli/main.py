@@ -89,12 +89,13 @@ def rank(descriptor: Descriptor) -> None:
 
 
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
-"""Error numbers of paths that the user must change. Other errors of the system show a traceback."""
+"""Error numbers of paths that the user must change. An OSError that is neither here nor in `STORAGE_ERRORS` shows a
+traceback."""
 
 
 def main() -> None:
-    """Run the command line. Exit code 2: a UserError, or a path that the user may not use, printed as one sentence on
-    stderr; 1: any other failure."""
+    """Run the command line. The exit code is 2 for a UserError and for an error of `PATH_ERRORS`, and 1 for any other
+    failure. The errors of Baton and of paths and storage are printed as one sentence on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.getLogger("baton").addHandler(handler)

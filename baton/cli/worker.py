@@ -111,7 +111,7 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
 
     async def answer(turn: str) -> None:
         held_bytes = await one.use_device(TURNS[turn])
-        os.write(sys.stdin.fileno(), f"{held_bytes}\n".encode())  # of a socket: `WorkerActor`
+        os.write(sys.stdin.fileno(), f"{held_bytes}\n".encode())  # a socket, which `WorkerActor` made
 
     def on_input() -> None:
         data = os.read(sys.stdin.fileno(), 4096)

@@ -75,8 +75,8 @@ def _line(number: int, row: Any) -> bytes:
 def environment_section(
     environment: str | type | None, tools: Sequence[Callable[..., Any]], reward: Any
 ) -> dict[str, Any]:
-    """Return the keys of [[task]] for an environment, or for tools whose reward is a function. The section replaces
-    classes and functions by their import paths. Raises UserError."""
+    """Return the keys of [[task]] for an environment, or for tools whose reward is a function. When the section is
+    parsed, its classes and functions are replaced by their import paths. Raises UserError."""
     if not tools:
         return {} if environment is None else {"environment": environment}
     if not _is_list(tools):
@@ -89,8 +89,8 @@ def environment_section(
 
 
 def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
-    """Return a [[reward]] section for each reward, and register functions under the paths in their sections. Raises
-    UserError for a value that is neither a function nor a known reward."""
+    """Return a [[reward]] section for each reward, and register each function under the path that its section states.
+    Raises UserError for a value that is neither a function nor a known reward."""
     rewards: list[Any] = [reward] if callable(reward) or not _is_list(reward) else list(reward)
     sections: list[dict[str, Any]] = []
     for one in rewards:

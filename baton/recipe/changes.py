@@ -64,8 +64,8 @@ MAY_CHANGE = (
     "trainer.max_mismatch_kl",
     "trainer.max_logprob_diff",
 )
-"""Keys, and whole sections, that a resumed run may change. In `sync`, such a change does not affect the run's results.
-The only exception is a changed limit that a call exceeds."""
+"""Keys, and whole sections, that a resumed run may change. In `sync`, such a change does not affect the run's results,
+unless a call exceeds a changed limit, such as a timeout."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
 """The only key of a section in `MAY_CHANGE` that must not change, because observations depend on it."""
 
@@ -144,7 +144,7 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved recipe of a run, which may be old, with the current names of its keys."""
+    """Return the resolved recipe of a run without removed keys, and with the current names of renamed keys."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

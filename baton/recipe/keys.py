@@ -32,8 +32,8 @@ class RecipeKey(msgspec.Struct, frozen=True):
 
 
 def recipe_keys(section: str | None = None) -> list[RecipeKey]:
-    """Return the keys of one section, or of all, those only for `baton sft` last. Raises UserError for an unknown
-    section."""
+    """Return the keys of one section, or of all sections; keys that only `baton sft` uses are last. Raises UserError
+    for an unknown section."""
     found = list(dict.fromkeys([*_keys(Recipe), *_keys(WarmStart)]))
     if section is None:
         return found

@@ -82,7 +82,7 @@ FUNCTIONS = (
     *("task.environment", "task.tools", "task.params.reward"),
     *("eval.task.environment", "eval.task.tools", "eval.task.params.reward", "reward.function"),
 )
-"""Keys whose values, or whose list's elements, may have the form `file.py:name`."""
+"""Keys whose values may have the form `file.py:name`. If a value is a list, its elements may have this form."""
 
 
 def _with_paths_beside(part: Any, directory: Path, key: str = "") -> Any:
@@ -149,7 +149,7 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _confusion(kind: type[BaseModel], tree: Mapping[str, Any]) -> str | None:
-    """Return an error text if a recipe of a warm start is read as one of a training run, or vice versa."""
+    """Return an error text if a recipe of a warm start is read as a training recipe, or vice versa; otherwise None."""
     if "checkpoint" in kind.model_fields and "output" in tree and ("data" in tree or "demonstrations" in tree):
         return "is a recipe for `baton sft`, but a recipe for `baton train` is needed"
     if "sft" in kind.model_fields and not tree.keys() & {"output", "data", "demonstrations", "scratch", "sft"}:
@@ -173,7 +173,7 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
     message = message[:1].lower() + message[1:] if problem["type"] != "value_error" else message
     got, shown = problem["input"], ""
     key, colon, rest = message.partition(": ")
-    if where and colon and key in _fields_at(kind, problem["loc"]):  # a check of a section that names one of its keys
+    if where and colon and key in _fields_at(kind, problem["loc"]):  # the message begins with a key of the section
         return f"{where}.{key}: {rest}"
     if where and not isinstance(got, (dict, BaseModel)):
         shown = f": got {got!r}" if len(repr(got)) <= MAX_SHOWN else f": got {repr(got)[:MAX_SHOWN]}…"

@@ -225,8 +225,8 @@ class Recipe(Settings):
 
     def checks_reports(self, *, others_join: bool) -> bool:
         """Return whether the hub verifies reported tokens by recomputing their logprobs. With `on_new_version` "keep",
-        verification is impossible, because the hub cannot reproduce a KV cache from older weights. `others_join`:
-        whether workers that the run did not start may join."""
+        verification is impossible, because the hub cannot reproduce the KV entries that a worker keeps from older
+        versions. `others_join`: whether workers that the run did not start may join."""
         inspection = self.inspection
         is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
         return is_on and (inspection.own or others_join) and self.rules().on_new_version != "keep"

@@ -25,15 +25,15 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether this axis is crossed with all other crossed axes. For two crossed axes, each pair of a non-default value
-    of one and a non-default value of the other needs a test."""
+    """Whether the values of this axis are combined with those of the other crossed axes. A pair of non-default values
+    on two crossed axes needs a test, or it is experimental."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The status of the runs that match `when`. Exactly one of `test`, `experimental` and `refused` is given."""
 
     when: dict[str, tuple[str, ...]]
-    """Values by axis: a run matches if it has one of the values on every axis."""
+    """Values by axis: a run matches if, on every axis of `when`, it has one of the listed values."""
     test: str = ""
     experimental: str = ""
     refused: str = ""

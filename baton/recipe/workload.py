@@ -43,8 +43,9 @@ def read_workload(path: Path) -> Workload:
 def recipe_workload(recipe: Recipe, gpu: str = "") -> Workload:
     """Return the workload of a recipe. A recipe does not determine prompt and response lengths, so all lengths in this
     workload are one token. `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training
-    do not overlap. Only the embedded engine allocates its KV cache per slot in advance. `gpu`: GPU type of the engines,
-    which determines the dtype for `engine.dtype = "auto"`; "" stands for any GPU, and "CPU" for a CPU."""
+    do not overlap. `engine_context_tokens` is 0 except for the embedded engine, the only engine that allocates its KV
+    cache per slot in advance. `gpu`: GPU type of the engines, which determines the dtype for `engine.dtype = "auto"`;
+    "" stands for any GPU, and "CPU" for a CPU."""
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
     width = 4.0 if dtype_on("cpu" if gpu == "CPU" else "cuda", recipe.engine.dtype) == "float32" else 2.0
     return Workload(
@@ -78,8 +79,8 @@ def workload_of_run(path: Path, last_steps: int | None = None) -> Workload:
     """Return the workload of a run: measured values if the run has recorded them, otherwise values of its recipe.
 
     The measured values are the lengths of the recorded trajectories, the reward latency, and the share of groups whose
-    rewards are not all equal. `last_steps`: use the trajectories of this number of steps, the latest whose files are
-    not damaged; None uses all steps. Raises Damaged if `last_steps` is None and a file is damaged.
+    rewards are not all equal. `last_steps`: use only this number of steps, the latest steps whose files are not
+    damaged; None uses all steps. Raises Damaged if `last_steps` is None and a file is damaged.
     """
     run = RunDirectory.open(path)
     recipe = parse_recipe(Recipe, with_current_keys(run.recipe()), f"{path}/recipe.toml")

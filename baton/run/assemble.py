@@ -517,7 +517,7 @@ def build_trainer(
         deterministic=recipe.deterministic,
     )
     if publish_in is not None:
-        shutil.rmtree(publish_in, ignore_errors=True)  # an earlier process of this run may have been killed
+        shutil.rmtree(publish_in, ignore_errors=True)  # a killed process of this run may have left files
     count = recipe.trainer.ranks
     if count == 1 and start_ranks is None:
         trainer = make_trainer(setup, tokenizer)

@@ -50,7 +50,7 @@ class DeviceSharing:
 
     def metrics(self) -> dict[str, float]:
         """Return three peaks of device memory since the last call: of the engine, the trainer, and both together."""
-        measured = self._trainer.take_peak_bytes()  # of the trainer's process; the engine may be in another
+        measured = self._trainer.take_peak_bytes()  # only the trainer's process; the engine may be in another
         peak = self._peak_bytes if measured is None else max(self._peak_bytes, measured + self._asleep_bytes)
         values = {
             "memory/engine_bytes": float(self._engine_bytes),

@@ -2,8 +2,8 @@
 
     ranks ─▶ GPUs 0 to ranks - 1 (one rank: the GPU of `model.device`)
     engines ─▶ `engine.devices`; by default the GPUs that no rank uses, or all GPUs if these are too few
-    reward models ─▶ `devices` of [[reward]]; by default a GPU without a rank or engine or, if there is none, an
-    engine's
+    reward models ─▶ `devices` of [[reward]]; by default a GPU without a rank or engine or, if there is none, a
+    GPU of an engine
 
 An engine in a separate process sees only its own GPUs: an environment variable of the CUDA or ROCm runtime hides the
 others.

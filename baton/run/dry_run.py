@@ -120,10 +120,10 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> tuple[tuple[int, float], ...]:
-    """Return the trainer's memory for several limits of the microbatch. Each pair has a maximum number of tokens in a
+    """Return the trainer's memory for several sizes of the microbatch. Each pair has a maximum number of tokens in a
     microbatch, and the bytes of the trainer's process or of its largest rank. The maxima are all powers of two below
-    the recipe's maximum, and the recipe's maximum itself. If the trainer runs on this machine (`is_here`) and has no
-    separate ranks, it shares its process with the hub, and the bytes include the hub's memory. `on_cpu`: whether the
+    the recipe's maximum, and the recipe's maximum itself. If the trainer runs on this machine (`is_here`) without
+    separate ranks, its process also contains the hub, and the bytes include the hub's memory. `on_cpu`: whether the
     trainer runs on a CPU; the default depends on `model.device`."""
     _, spec = check_room(recipe, is_here=is_here)
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu

@@ -53,7 +53,7 @@ SAVE_S = 1800.0
 
 
 class LoopState(msgspec.Struct, frozen=True):
-    """The part of a checkpoint that is not the trainer's state."""
+    """The state that a checkpoint contains in addition to the trainer's state."""
 
     step: int = 0
     """Number of completed train steps."""
@@ -164,7 +164,7 @@ class Loop:
     """Switches the device between trainer and engine; None if they do not share a device."""
     trace: TraceWriter = field(default_factory=TraceWriter)
     stats: EngineStats = field(default_factory=EngineStats)
-    """The engine's counters at the end of the last train step."""
+    """The engine's counters at the end of the last train step or evaluation."""
     peak_memory: Callable[[], dict[str, float]] = dict
     """Function that returns this process's peak memory as a metric."""
     has_failed: bool = False
@@ -204,7 +204,8 @@ class Loop:
         """Run from the current state to the last train step, or until `stop` is requested.
 
         Raises TrainingDiverged and StorageFault, which name the last good checkpoint. If the process is killed, a
-        resume repeats the steps after the last checkpoint, and removes or overwrites the records of these steps.
+        resume repeats the steps after the last checkpoint with their recorded batches, and replaces the metrics and
+        evaluations of these steps.
         """
         # freeze the 400,000 objects of imported modules, because a full garbage collection in a step would visit them
         # for 0.3 s. No collection runs before the freeze, because it would also take 0.3 s
@@ -313,7 +314,7 @@ class Loop:
         values |= {} if self.sharing is None else self.sharing.metrics()
         # a sharded trainer reports the peaks of its ranks, which replace the peak of this process
         values = self.peak_memory() | values
-        if (predictions := self.predictions.current) is not None:  # a new plan replaces them
+        if (predictions := self.predictions.current) is not None:  # a new plan replaces the predictions
             values |= ratios(predictions, values)
         self.metrics.write(step, values)
         self.trace.flush()
@@ -321,7 +322,7 @@ class Loop:
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
     def _lacks_evaluation(self) -> bool:
-        """Return True if an evaluation is due after the current step, but was prevented by a stop."""
+        """Return True if the current step still needs an evaluation, for example because a stop prevented it."""
         step = self.state.step
         if step == 0:
             return self.recipe.eval.enabled and self.recipe.eval.at_start
@@ -378,7 +379,7 @@ class Loop:
         self._written(step, saved)
 
     def _written(self, step: int, saved: SavedCheckpoint) -> None:
-        """Delete from the journal the groups on which a checkpoint on disk was trained."""
+        """Delete from the journal the groups on which this checkpoint was trained, because it is on disk now."""
         self.last_checkpoint = saved.path
         self.journal.checkpointed(step, saved.oldest_step)
 
@@ -437,8 +438,8 @@ class Loop:
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
             if self.saved_step == self.state.step:
-                # This step has a checkpoint, which names an earlier step as the best. It is replaced before the
-                # evaluation is recorded, because a resumed run does not repeat a recorded evaluation.
+                # This step has a checkpoint, which names an earlier step as the best. The checkpoint is replaced before
+                # the evaluation is recorded, because a resumed run does not repeat a recorded evaluation.
                 self.saved_step = -1
                 self._save()
                 self._finish_saving()

@@ -65,9 +65,9 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
     """Return a recipe in which the names of models and datasets on the Hugging Face hub include a commit, as in
     `owner/name@commit`. A name that states a revision is not changed.
 
-    `recorded`: resolved recipe of the run to resume, whose commits are used, and whose checkpoint if `model.path` is
-    another checkpoint of the same run. Downloads the model if it is not in the cache. Raises UserError if a model or
-    dataset cannot be found.
+    `recorded`: resolved recipe of the run to resume, whose commits are used. If both recipes start from checkpoints of
+    the same run, the checkpoint of `recorded` is used. Downloads the model if it is not in the cache. Raises UserError
+    if a model or dataset cannot be found.
     """
 
     def fixed(tasks: tuple[Any, ...], before: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Re
 
 
 def _as_recorded(path: str | None, old: str | None) -> str | None:
-    """Return a name on the Hugging Face hub, with the revision that the run recorded if the recipe states none."""
+    """Return the recorded name `old` if `path` is this name without its revision; otherwise return `path`."""
     return old if path is not None and old is not None and old.partition("@")[0] == path else path
 
 
@@ -124,7 +124,8 @@ def checkpoint_writer(
     `write` atomically writes the snapshot as a sealed checkpoint, and removes the checkpoints that are not kept. With
     `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory, so `write` may run in another
     thread while the trainer continues. Without `checkpoint.background`, `write` saves the state that the trainer has
-    during the call. Raises UserError if this system has no directory for files in host memory.
+    during the call. With `checkpoint.background`, raises UserError if this system has no directory for files in host
+    memory.
     """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 

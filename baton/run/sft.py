@@ -88,7 +88,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending: ExitStack) -> WarmStartReport:
-    """`ending`: closed if an error ends the warm start."""
+    """`ending`: collects functions that the caller calls if an error ends the warm start."""
     is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
     if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
         tasks, tool_format = (*recipe.task, *recipe.eval.task), None

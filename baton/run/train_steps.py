@@ -2,7 +2,7 @@
 
 recorded batch of an earlier process ─┐
 controller.next_batch ─▶ recorded ────┴─▶ trainer.start ─▶ Pending ─▶ publication of the version
-                                           in `async`, the controller receives reports until the end
+                                           in `async`, the controller receives reports until the train step ends
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TrainSteps:
     records: BatchRecords
     num_steps: int
     publishes: Callable[[int], bool]
-    """Whether the version of a train step is published."""
+    """Function that returns whether the version of a train step is published."""
     step: int
     """Number of completed train steps."""
     cursor: StreamCursor
@@ -145,8 +145,8 @@ class TrainSteps:
         return groups, counts
 
     def _begin(self) -> None:
-        """Start the controller from the journal's cursor and open groups. Recorded batches of later steps, which exist
-        if an earlier batch was skipped or removed, are removed, because their groups are open again."""
+        """Start the controller from the journal's cursor and open groups. Remove the recorded batches of later steps,
+        because their groups are open again. Such batches exist if an earlier batch was skipped or removed."""
         self.records.remove_after(self.step)
         carried = self.controller.resume(self.step, self.cursor, self.newest_group_id, num_batches=self.num_steps)
         self.has_begun = True
@@ -154,7 +154,7 @@ class TrainSteps:
         self.publish()
 
     def _trained_on(self, batch: Batch) -> tuple[Sequence[Group], dict[str, float]]:
-        """Return the groups that were trained on, which may lack rewards of `batch`, and the metrics."""
+        """Train on a batch. Return its groups, without rewards that `_without_mistrusted` removed, and metrics."""
         if self.sharing is not None:
             with self.clock.stage("turns", batch.step):
                 self.sharing.to_trainer()
@@ -169,8 +169,9 @@ class TrainSteps:
         return found
 
     def _without_mistrusted(self, batch: Batch, error: TrainingDiverged) -> Batch:
-        """Return the batch without the rewards of the trajectories of untrusted workers that caused the error, so that
-        they are not trained on. Raises the error if it has another cause, or if no other trajectory has a reward."""
+        """Return the batch without the rewards of the trajectories that caused the error and come from untrusted
+        workers. Trajectories without a reward are not trained on. Raises `error` if it has another cause, or if no
+        other trajectory has a reward."""
         reason = "reported logprobs differ from the trainer's beyond trainer.max_logprob_diff or .max_mismatch_kl"
         names = self.port.mistrusted(error.suspects, batch.groups, reason) if error.suspects else frozenset()
         scored = [member for group in batch.groups for member in group.members if member.judgement.is_judged]

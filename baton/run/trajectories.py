@@ -123,7 +123,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     turns: tuple[ShownTurn, ...] = ()
     """Turns of a multi-turn episode; empty for a single-turn task."""
     attempt: int = 0
-    """Number of earlier attempts at this episode; their environments failed."""
+    """Number of earlier attempts at this episode (`Episode.attempt`)."""
     siblings: tuple[Sibling, ...] = ()
     """All members of a multi-turn group, this trajectory included."""
 
@@ -182,7 +182,7 @@ def read_trajectories(
 
 
 def write_responses(path: Path, tokenizer: Tokenizer, groups: Iterable[Group]) -> None:
-    """Write the trajectories of groups that belong to no run, one JSON object per line, as `baton show --json` does."""
+    """Write the trajectories of groups that belong to no run as JSON lines, with the fields of `baton show --json`."""
     shown = (decode(tokenizer, 0, group, member).shown for group in groups for member in group.members)
     write_whole(path, b"".join(msgspec.json.encode(sample) + b"\n" for sample in shown))
 
@@ -273,7 +273,8 @@ def _turns(
         start = exchange.token_offset
     last = len(member.paths) - 1
     start = start if last == latest_path else 0
-    if _by_policy(member.trajectory.segments_between(start, member.trajectory.num_tokens)):  # not sent
+    if _by_policy(member.trajectory.segments_between(start, member.trajectory.num_tokens)):
+        # the environment did not receive this turn
         end = member.trajectory.num_tokens
         yield _turn(tokenizer, len(exchanges) + 1, last, member.trajectory, (start, end, end), None)
 

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent
 
 def shipped(path: str | Path) -> Path | None:
     """Return the shipped file or directory to which a relative path refers. Return None if no shipped file or directory
-    has this name, or if `path` itself exists. `recipes/quickstart.toml` and `quickstart` refer to the recipe,
-    `models/quickstart` refers to the model.
+    has this name, or if `path` itself exists. For example, `recipes/quickstart.toml` and `quickstart` refer to a
+    recipe, and `models/quickstart` refers to the model.
     """
     given = Path(path)
     if given.exists() or given.is_absolute() or ".." in given.parts:

@@ -115,7 +115,7 @@ def draw(
 
 
 def label_of(name: str) -> str:
-    """Return an untrusted name as the label of a curve. matplotlib omits labels that begin with an underscore."""
+    """Return an untrusted name as a curve's label, never with "_" first, because matplotlib omits such labels."""
     return visible(f" {name}" if name.startswith("_") else name)
 
 
@@ -130,7 +130,7 @@ def stack_bars(
 
 
 def _tick(axes: Axes) -> None:
-    """Place the vertical axis's ticks at round numbers, with labels in plain text: `_STYLE` disables math text."""
+    """Place the vertical ticks at round numbers. Label them in plain text, because `_STYLE` disables math text."""
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))

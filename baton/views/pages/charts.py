@@ -1,5 +1,5 @@
-"""Draw the charts of a report: metrics by train step, accuracy, response lengths, time per stage; none for which there
-is no data."""
+"""Draw the charts of a report: metrics by train step, accuracy, response lengths, time per stage. Charts without data
+are omitted."""
 
 from __future__ import annotations
 

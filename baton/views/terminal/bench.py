@@ -10,8 +10,8 @@ from baton.profile.bench import CONTROL, BenchResult
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """Print a row for each rollout mode and for an ideal engine, and the times of decode steps and of prefill if the
-    benchmark measured time (`clock` is not `steps`)."""
+    """Print a row for each rollout mode and for an ideal engine. If the benchmark measured time (`clock` is not
+    `steps`), also print the times of decode steps and of prefill."""
     is_simulated = result.clock == "steps"
     what = "simulated, without a model; all decode steps take the same time, and prefill is free: " * is_simulated
     console.print(
