@@ -141,8 +141,9 @@ def _families(problem: AssignmentProblem) -> Iterator[_Family]:
 
 def _splits(num_layers: int, parts: int) -> Ints:
     """Return all splits of the layers into parts of at least one layer, [splits, parts]. If there are more than
-    `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are merged. Rounding down
-    never overestimates the required number of GPUs, so the bound stays valid."""
+    `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are merged. A pool with
+    fewer layers never needs more GPUs, so the rounded splits do not overestimate the required GPUs, and the bound of
+    `_passing` stays valid."""
     edges = combinations(range(1, num_layers), parts - 1)
     rows: Ints = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
     merged, cell = rows, 1

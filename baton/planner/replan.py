@@ -37,7 +37,8 @@ class ReplanOption(msgspec.Struct, frozen=True):
     name: str
     plan: Plan
     inputs: Inputs
-    """The planner's inputs. Their cluster lacks the GPUs of the plan's reward stage."""
+    """The planner's inputs for the other roles: `inputs.cluster` is the cluster without the GPUs of the plan's reward
+    stage."""
     moved: tuple[str, ...]
 
 

@@ -189,7 +189,8 @@ def write_responses(path: Path, tokenizer: Tokenizer, groups: Iterable[Group]) -
 
 def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory]]:
     """Yield (order, trajectory) for the best, worst and longest trajectories of the first and last recorded train
-    steps. No trajectory is yielded twice, and the examples of one order and step have different prompts."""
+    steps. No trajectory is yielded under two orders, and the examples of one order in one step have different
+    prompts."""
     steps = run.recorded_steps()
     if not steps:
         return

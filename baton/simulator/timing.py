@@ -134,9 +134,9 @@ def computed_tokens(group: Group, *, shares_prompts: bool) -> tuple[int, int]:
 
 
 def train_speed(model: ModelSpec, work: Workload, batch_s: float, fixed_s: float, backward: float = 2.0) -> TrainSpeed:
-    """Return the speed of a trainer that computes an average batch in `batch_s` seconds. These seconds are divided
-    between a time per token and a time per squared length, in proportion to FLOPs. `backward`: as in
-    `forward_passes`."""
+    """Return the speed of a trainer that computes an average batch in `batch_s` seconds. The part of these seconds that
+    the linear layers and the head take gives the time per token; the part of attention gives the time per squared
+    length. The parts are in proportion to FLOPs. `backward`: as in `forward_passes`."""
     tokens, squared = work.computed_tokens, work.computed_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     share = min(1.0, tokens * linear / batch_flops(model, work))

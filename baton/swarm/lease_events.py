@@ -39,7 +39,8 @@ class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
 
     worker: int
     version: int | None
-    """Number of the version that the worker serves; None if it serves none that this hub process has published."""
+    """Number of the version that the worker serves. None if it serves no version, or a version that this hub process
+    has not published."""
     decoded_tokens: int
     """Number of tokens that the engine has decoded. A worker that holds leases is stuck if this number does not
     change."""

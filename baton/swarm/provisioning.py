@@ -31,7 +31,8 @@ class Provisioning:
     trajectories_per_step: int
     """R: number of trajectories that one train step consumes."""
     trajectories_per_s: float
-    """Σμ: number of trajectories that all workers together finish per second, while they hold leases."""
+    """Σμ: number of trajectories that all workers together finish per second. Time in which no worker holds a lease is
+    not counted."""
 
     @property
     def needed_per_s(self) -> float | None:

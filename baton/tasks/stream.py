@@ -157,7 +157,7 @@ class TaskSettings(ProblemSettings):
 
 class EvalTaskSettings(ProblemSettings):
     """[[eval.task]] One test set. If a recipe has test sets, evaluations use them instead of the held-out problems of
-    [[task]]. No problem of a test set is trained on."""
+    [[task]]. Problems of a test set are never trained on."""
 
     split: str = "auto"
     """Split to read, if `path` is a directory or a hub name with several splits. auto: `test`, or the only split."""

@@ -78,7 +78,8 @@ class Update:
     """Maximum length of an episode in policy tokens."""
     has_agreed: bool = False  # whether engine and trainer have agreed in an earlier step of this process
     compared: list[tuple[MicroBatch, list[list[float]]]] = field(default_factory=list)
-    """Microbatches before the first update, and their `row_distances`."""
+    """Microbatches whose logprobs were compared with the engine's before the weights changed, each with its
+    `row_distances`."""
     trouble: str | None = None
     """Description of the first number that is not finite, or of an excessive mismatch; None if there is none. The error
     is raised only after all passes: a rank that stopped earlier would block the other ranks in a collective."""

@@ -39,7 +39,8 @@ GROUP_BYTES: Final = 2**22
 LARGE_BYTES: Final = 2**26
 """The changed elements of a group of tensors are kept only if the group has at most this number of bytes."""
 _KEPT_SHARE: Final = 32
-"""The changed elements of a part are kept if at most one in this number of elements has changed."""
+"""The changed elements of a part are kept until its tensors are hashed only if at most 1 / `_KEPT_SHARE` of the part's
+elements have changed."""
 _PART_S: Final = 600.0
 """Maximum time in seconds that a thread waits for a part, which another thread has begun to decode."""
 

@@ -182,8 +182,9 @@ class EngineClient(ABC):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine in the event loop and return its result. `what`: name of the call in error messages. Raises
-        DeadlineExceeded after `timeout_s`, and EngineFault if the coroutine fails or the program exits."""
+        """Run a coroutine in the event loop and return its result. `what`: continues the message "… failed", such as
+        "to start". Raises DeadlineExceeded after `timeout_s`, and EngineFault if the coroutine fails or the program
+        exits."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -74,7 +74,8 @@ class Peer:
     """Id of the worker, from `identity.WorkerKeys`."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     served: int | None = None
-    """Number of the version that the worker serves; None if it serves none that this hub process has published."""
+    """Number of the version that the worker serves. None if it serves no version, or a version that this hub process
+    has not published."""
     is_limited: bool = False
     """Whether the hub has told the user that the worker returns too many leases; the message is printed only once."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
