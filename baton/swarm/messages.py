@@ -19,9 +19,6 @@ files use HTTP.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -173,17 +170,6 @@ T = TypeVar("T")
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
-
-
-async def receive_unless_silent(receive: Callable[[], Awaitable[T]], timeout_s: float) -> T | None:
-    """Return the result of `receive`, or None if no frame arrives within `timeout_s` seconds. The function waits
-    `SILENT_HEARTBEATS` times for a short time, because the process may have paused. After a pause, only one short wait
-    times out, and the next one reads the frames that have arrived."""
-    for _ in range(SILENT_HEARTBEATS):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
-                return await receive()
-    return None
 
 
 class Malformed(ValueError):

@@ -62,6 +62,8 @@ class SglangServer:
         """Whether aborted requests behave as if they had returned to the queue before, for lack of memory."""
         self.num_delayed = 0
         """Number of next requests that stay in the front end until an abort has missed them."""
+        self.may_generate: Callable[[], bool] = lambda: True
+        """While this function returns False, requests wait."""
         self.event_s = 0.0
         self.context_length = 134
         self.shape: dict[str, int] = {}
@@ -157,6 +159,8 @@ class SglangServer:
             await asyncio.sleep(0.001)
 
     def _may_step(self) -> bool:
+        if not self.may_generate():
+            return False
         if self._client is None or any(asked.is_aborted for asked in self._asked.values()):
             return True
         is_aborting = any(running.is_ending for running in list(self._client.running.values()))

@@ -11,7 +11,7 @@ from aiohttp import ClientConnectionError, WSMsgType, web
 
 from baton.swarm.hub.peers import FrameQueue
 from baton.swarm.hub.session import ReceiveTimeout
-from baton.swarm.messages import FromWorker, Malformed, decode_from_worker, receive_unless_silent
+from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Malformed, decode_from_worker
 
 SEND_DEADLINE_S = 60.0
 CLOSE_S = 2.0
@@ -62,10 +62,19 @@ class WorkerConnection:
 
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when the connection has ended. Raises Malformed if the message is
-        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds."""
-        frame = await receive_unless_silent(self._socket.receive, timeout_s)
-        if frame is None:
-            raise ReceiveTimeout(f"silent for {timeout_s:.3g} s")
+        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds.
+
+        The wait consists of `SILENT_HEARTBEATS` shorter waits. If this process is paused, only one of them times out,
+        and the next one reads the messages that arrived during the pause.
+        """
+        for _ in range(SILENT_HEARTBEATS):
+            with suppress(TimeoutError):
+                return await self._read(timeout_s / SILENT_HEARTBEATS)
+        raise ReceiveTimeout(f"silent for {timeout_s:.3g} s")
+
+    async def _read(self, deadline_s: float) -> FromWorker | None:
+        async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
+            frame = await self._socket.receive()
         await asyncio.sleep(self._delay_s())  # rate limit: the hub reads no frame from the connection during this time
         if frame.type is WSMsgType.TEXT:
             raise Malformed("a text frame instead of a binary message")
@@ -81,7 +90,9 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
+    """Return the number of unsent bytes. Return 0 for a closed TLS transport, because `get_write_buffer_size` then
+    raises AttributeError."""
     try:
         return transport.get_write_buffer_size()
-    except AttributeError:  # raised for a closed TLS transport
+    except AttributeError:
         return 0

@@ -8,7 +8,7 @@ from contextlib import suppress
 import aiohttp
 
 from baton.errors import DeadlineExceeded, Fault, WeightsFault
-from baton.swarm.messages import FromHub, FromWorker, Malformed, decode_from_hub, encode, receive_unless_silent
+from baton.swarm.messages import SILENT_HEARTBEATS, FromHub, FromWorker, Malformed, decode_from_hub, encode
 from baton.swarm.worker.session import ConnectionLost
 
 SEND_DEADLINE_S = 30.0
@@ -31,8 +31,13 @@ class HubConnection:
     async def receive(self, deadline_s: float) -> FromHub:
         """Return the hub's next message. Raises ConnectionLost if the connection has ended, the message is invalid, or
         no message arrives within `deadline_s` seconds."""
-        message = await receive_unless_silent(self._socket.receive, deadline_s)
-        if message is None:
+        # wait in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one slice
+        for _ in range(SILENT_HEARTBEATS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
+                    message = await self._socket.receive()
+                    break
+        else:
             raise ConnectionLost(f"the hub has sent no message for {deadline_s:.0f} s")
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub closed the connection ({message.type.name.lower()})")
