@@ -146,6 +146,7 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.recipe.load",
         "baton.cli.main",
         "baton.recipe.keys",
+        "baton.recipe.presets",
         "baton.records.evaluation",
         "baton.run.loop",
         "baton.run.device_sharing",

@@ -33,8 +33,9 @@ from baton.planner.problem import Inputs
 from baton.planner.result import PlanResult
 from baton.planner.what_if import Marginal
 from baton.profile.bench import BenchResult
-from baton.recipe.keys import Algorithm, RecipeKey
+from baton.recipe.keys import RecipeKey
 from baton.recipe.load import load_recipe
+from baton.recipe.presets import Algorithm
 from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.dry_run import Footprint

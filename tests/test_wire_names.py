@@ -33,6 +33,7 @@ from baton.planner import what_if
 from baton.profile import bench as bench_rollout
 from baton.profile import measure
 from baton.recipe import keys
+from baton.recipe import presets as algorithms_shown
 from baton.records import evaluation, journal, run_lock
 from baton.records import run_directory as runs
 from baton.records.trace import Span
@@ -114,7 +115,7 @@ ROOTS: dict[str, Any] = {
     "baton show --json": Sample,
     "baton keys --json": keys.RecipeKey,
     "baton tasks --json": gym.ListedTask,
-    "baton algorithms --json": keys.Algorithm,
+    "baton algorithms --json": algorithms_shown.Algorithm,
     "baton bench --json": bench_rollout.BenchResult,
     "baton profile --json": measure.Profile,
     "baton simulate --json": simulator_result.Result,

@@ -36,7 +36,7 @@ def algorithms(
     as_json: Json = False,
 ) -> None:
     """List the algorithm presets with their papers and settings."""
-    from baton.recipe.keys import list_algorithms
+    from baton.recipe.presets import list_algorithms
     from baton.views.terminal.lists import print_algorithms
 
     show(list_algorithms(name), print_algorithms, as_json=as_json)

@@ -1,9 +1,8 @@
-"""List all keys of recipes from the settings classes, and the algorithm presets with their papers."""
+"""List all keys of recipes, from the settings classes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -13,7 +12,6 @@ from pydantic.fields import FieldInfo
 from baton.errors import UserError, nearest
 from baton.recipe.load import section_class
 from baton.recipe.recipe import Recipe, WarmStart
-from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
 """Names of the sections that may appear several times."""
@@ -68,32 +66,3 @@ def _without_constraints(annotation: Any) -> Any:
     if get_origin(annotation) is tuple:
         return tuple[tuple(map(_without_constraints, get_args(annotation)))]  # type: ignore[misc]
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-class Algorithm(msgspec.Struct, frozen=True):
-    """An algorithm preset as `baton algorithms` prints it."""
-
-    name: str
-    paper: str
-    """arXiv id of the paper."""
-    idea: str
-    updates: str
-    """Optimiser updates per batch in the paper."""
-    sets: dict[str, Any]
-    """Keys of [algorithm] whose values differ from the defaults, with these values."""
-    rollout: dict[str, Any]
-    """Keys of [rollout] that the preset sets, with their values."""
-    all: dict[str, Any]
-    """All keys of [algorithm], with their values under this preset."""
-
-
-def list_algorithms(name: str | None = None) -> list[Algorithm]:
-    """Return all presets, or only the preset with this name. Raises UserError for an unknown name."""
-    if name is not None and name not in PRESETS:
-        hint = nearest(name, PRESETS, f"there are {', '.join(PRESETS)}")
-        raise UserError(f"there is no algorithm {name!r}; {hint}")
-    return [
-        Algorithm(name=each, all=AlgorithmSettings(name=each).model_dump(mode="json"), **asdict(preset))
-        for each, preset in PRESETS.items()
-        if name in (None, each)
-    ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import tomli_w
 
-from baton.recipe.keys import list_algorithms
 from baton.recipe.load import load_recipe
+from baton.recipe.presets import list_algorithms
 from baton.recipe.recipe import Recipe, WarmStart
 from baton.records.run_directory import without_none
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.errors import UserError
-from baton.recipe.keys import list_algorithms
+from baton.recipe.presets import list_algorithms
 from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 DOC = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.console import Console
-from baton.recipe.keys import LISTS, Algorithm, RecipeKey
+from baton.recipe.keys import LISTS, RecipeKey
+from baton.recipe.presets import Algorithm
 from baton.tasks.gym import HOW_TO_INSTALL, ListedTask, has_gym
 
 

@@ -1,16 +1,7 @@
 """`VllmClient`: sends requests to vLLM's asynchronous engine (AsyncLLM).
 
 vLLM starts its core as a process (`EngineCore`), and one more process per device if there are several devices. Tasks of
-vLLM in the event loop read the core's socket. If an engine spans several machines, each further machine runs
-`VllmWorkers`:
-
-    first machine                                    each further machine
-    VllmClient ─▶ core of vLLM ─┬─▶ workers          VllmWorkers ─▶ workers
-                                └── calls over ZeroMQ ─────────────────▲
-                     workers of all machines: one group of torch.distributed
-
-vLLM 0.32 calls such an engine a multi-node engine of the executor `mp` (`nnodes`, `node_rank`). The command `vllm serve
---headless` does the same as `VllmWorkers`. All machines must have the same arguments, except `node_rank`.
+vLLM in the event loop read the core's socket.
 """
 
 from __future__ import annotations
@@ -239,33 +230,6 @@ class VllmClient(EngineClient):
         await self._llm.add_lora(LoRARequest("baton", 1, directory, load_inplace=True))
         self._adapter = LoRARequest("baton", 1, directory)
         await self._llm.update_weight_version(label)
-
-
-class VllmWorkers:
-    """Workers that the core on the first machine calls. The workers end with this process."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """`arguments`: of `AsyncEngineArgs`. Waits, with no deadline of its own, for the workers of all machines.
-        Raises UserError if vLLM refuses the arguments, and EngineFault if a worker fails."""
-        set_up_environment()
-        from vllm import AsyncEngineArgs
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        try:
-            config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise refusal(error) from error
-        try:
-            self._executor: Any = MultiprocExecutor(config)
-        except Exception as error:  # vLLM raises Exception itself
-            raise EngineFault(f"workers of vLLM did not start: {first_line(error)} (vLLM's output is above)") from error
-        self._detector = StopDetector(worker.proc.pid for worker in self._executor.workers)
-
-    def check(self) -> None:
-        """Raise EngineFault if a worker has exited, or if a signal has stopped it."""
-        if self._executor.is_failed:
-            raise EngineFault("a worker of vLLM has exited; its output above shows the reason")
-        self._detector.check()
 
 
 def set_up_environment() -> None:

@@ -44,8 +44,9 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest, joined
-from baton.rollout.engines.vllm.client import VllmClient, VllmWorkers, set_up_environment
+from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
 from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
+from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model

@@ -22,9 +22,9 @@ from baton.clock import time_left
 from baton.errors import BatonError, EngineFault, Fault, fault_of, first_line
 from baton.policy.settings import ModelSettings
 from baton.rollout.engine import EngineSettings, EngineStats
-from baton.rollout.engines.vllm.client import VllmWorkers
 from baton.rollout.engines.vllm.direct import DirectLoad
 from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model, vllm_workers_of_model
+from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.whole_weights import ModelFiles, Skeleton, WholeWeights
 from baton.rollout.processes.protocol import Progress, Start
 from baton.types import Abort, FromWorker, Lease, PolicyVersion, plain
