@@ -208,5 +208,6 @@ def _marginal_drawing(marginals: Sequence[Marginal]) -> str:
         for index, marginal in enumerate(marginals):
             axes.text(index, 100 * marginal.gain, f"{100 * marginal.gain:+.2g} %", ha="center", va="bottom")
         axes.margins(y=0.2)
+        axes.set_ylim(top=max(1.0, axes.get_ylim()[1]))  # otherwise the axis of zeros has hundredths of a percent
 
     return draw(paint, x="one more GPU of", y="throughput gained, %", from_zero=True)
