@@ -95,6 +95,11 @@ def _is_within(report: Report, length: int) -> bool:
     return report.token_offset + sum(len(segment.token_ids) for segment in report.segments) <= length
 
 
+def _engine_of(welcome: messages.Welcome) -> tuple[object, ...]:
+    """Return everything in a Welcome that the worker's engine and its driver are built from."""
+    return welcome.model_digest, welcome.base, welcome.attention, welcome.engine, welcome.on_new_version
+
+
 class WorkerSession:
     """The state of a worker, without its engine, its weights and its connections."""
 
@@ -197,7 +202,7 @@ class WorkerSession:
         is_new_hub = self._incarnation not in (None, welcome.incarnation)
         if is_new_hub:
             self._outbox.clear()
-        if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
+        if known is not None and _engine_of(known) != _engine_of(welcome):
             raise UserError(
                 "the hub now serves another model or engine than this worker was built for: restart the worker"
             )
