@@ -12,12 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 from blake3 import blake3
+from fsspec.implementations.memory import MemoryFileSystem
 from weights_cases import Run, Twisted, are_bit_equal, changed, latest, policy, replaced, version_of
 
-from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
+from baton.errors import DeadlineExceeded, StorageFault, UserError, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.chunk_fetcher import MAX_ROUNDS, ChunkFetcher, FetchStats
 from baton.weights.fetcher import Fetcher
@@ -55,6 +57,17 @@ def gone(_: bytes) -> bytes:
     raise FileNotFoundError("no such chunk")
 
 
+class RefusingFileSystem(MemoryFileSystem):
+    """Every call raises an exception of a library, as buckets do: no OSError, and no error of Baton."""
+
+    protocol = "refusing"
+
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        raise LookupError("no credentials")
+
+    cat_file = makedirs = size = find = exists = _refuse
+
+
 @pytest.fixture
 def run(tmp_path):
     run = Run(tmp_path / "store", keyframe_every=100)
@@ -72,6 +85,26 @@ def holding(run: Run, sources, number: int = 0) -> Fetcher:
 
 def still_holds(run: Run, fetcher: Fetcher, number: int = 0) -> bool:
     return fetcher.held == run.version(number) and are_bit_equal(fetcher.tensors, run.tensors[number])
+
+
+def test_a_bucket_that_refuses_ends_a_publication_with_a_sentence_but_no_fetch_that_has_another_source(run):
+    fsspec.register_implementation("refusing", RefusingFileSystem, clobber=True)
+    store = Store("refusing://bucket")
+    assert are_bit_equal(holding(run, [store, run.store]).fetch(run.version(2), deadline_s=60), run.tensors[2])
+    asked = {
+        "reading": lambda: Publisher(store, run.settings).publish(run.tensors[2], run.version(2)),
+        "looking": lambda: store.put_chunk(b"data"),
+        "listing": lambda: store.collect([]),
+    }
+    for what, ask in asked.items():
+        with pytest.raises(WeightsFault, match=f"refusing://bucket: {what} .* failed: LookupError: no credentials"):
+            ask()
+
+
+@pytest.mark.parametrize("url", ["nothing://bucket", "dropbox://bucket"])
+def test_a_store_that_fsspec_cannot_open_is_refused_with_a_sentence(url):
+    with pytest.raises(UserError, match=f"the store {url} cannot be opened"):
+        Store(url)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "longer", "flipped", "swapped", "omitted", "empty"])
