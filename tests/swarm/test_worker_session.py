@@ -128,6 +128,11 @@ def test_a_refusal_ends_the_connection_or_the_worker() -> None:
         session.receive(Rejected("in quarantine", is_final=True), 0.0)
 
 
+def test_a_worker_without_a_key_of_the_hubs_engine_names_it_and_ends() -> None:
+    with pytest.raises(UserError, match=r"engine.vllm.key_of_2030 of the hub: .*: install the same version of Baton"):
+        WorkerSession().receive(welcome(engine={"vllm": {"key_of_2030": 1}}), 0.0)
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+from pydantic import ValidationError
 
 from baton.clock import retry_wait_s
 from baton.errors import DeadlineExceeded, UserError
@@ -198,6 +199,12 @@ class WorkerSession:
         if welcome.protocol != messages.PROTOCOL:
             both = f"the hub uses protocol {welcome.protocol} and this worker {messages.PROTOCOL}"
             raise UserError(f"{both}: install the same version of Baton")
+        try:
+            welcome.engine_settings()
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(("engine", *map(str, first["loc"])))
+            raise UserError(f"{key} of the hub: {first['msg']}: install the same version of Baton") from error
         known, self.welcome, self.is_welcomed = self.welcome, welcome, True
         is_new_hub = self._incarnation not in (None, welcome.incarnation)
         if is_new_hub:
