@@ -144,7 +144,7 @@ def test_a_worker_without_a_key_of_the_hubs_engine_names_it_and_ends() -> None:
     ],
 )
 def test_a_worker_ends_if_the_next_hub_needs_another_engine(changed: dict[str, Any]) -> None:
-    """A worker outlives an interrupted run. With the engine of this run, its tokens for the next run would be wrong,
+    """A worker survives an interrupted run. With the engine of this run, its tokens for the next run would be wrong,
     and the hub would quarantine the worker."""
     session = WorkerSession()
     connected(session)
