@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from baton.errors import BatonError
 from baton.records.trace import Tracer, TraceWriter
 from baton.swarm.hub.hub import Hub
 from baton.swarm.messages import Want
@@ -61,6 +62,8 @@ class BackgroundPublisher:
         self._keyframe: Future[None] | None = None
         """Future of the task that stores the last keyframe's whole encoding; set only by the publisher's thread."""
         self._futures: deque[Future[None]] = deque()
+        self._was_collected = True
+        """False if old versions could not be removed, which the user has been told."""
         self.last: PublishedVersion | None = None
         """The version that was published last; None before the first publication."""
 
@@ -120,5 +123,15 @@ class BackgroundPublisher:
 
     def _collect(self, live: list[PolicyVersion]) -> None:
         # The chunks of a whole encoding have no manifest until all chunks are stored, so `collect` would remove them.
-        if self._keyframe is None or self._keyframe.done():
+        if self._keyframe is not None and not self._keyframe.done():
+            return
+        try:
             self._store.collect(live, keep=self._retention.stored)
+            self._was_collected = True
+        except (BatonError, OSError) as error:  # the versions that workers need are there, so the run continues
+            if self._was_collected:
+                self._hub.members.say(
+                    f"warning: old versions cannot be removed from {self._store.name} ({error}); the run tries again "
+                    "after each version"
+                )
+            self._was_collected = False

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from blake3 import blake3
 
-from baton.clock import retry_wait_s, time_left
+from baton.clock import Clock, retry_wait_s, time_left
 from baton.errors import BatonError, DeadlineExceeded, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import Chunk, Manifest, decode_manifest, name_of
@@ -22,6 +22,11 @@ MAX_ROUNDS: Final = 5
 """Maximum number of times that all sources are asked for one chunk."""
 FIRST_WAIT_S: Final = 0.5
 """Delay in seconds before the second round. The delay doubles with each further round."""
+FIRST_PAUSE_S: Final = 60.0
+LONGEST_PAUSE_S: Final = 3600.0
+"""Seconds for which a source is queried after the others because it did not answer in time. The time doubles with each
+further timeout until the source sends a chunk. Without this pause, a relay that a worker cannot reach would delay each
+version by its timeout."""
 
 
 class _NoAnswer(WeightsFault):
@@ -51,12 +56,19 @@ class ChunkFetcher:
     ChunkFetcher, which sends one request at a time, even if several threads use it."""
 
     def __init__(
-        self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
+        self,
+        sources: Sequence[WeightsSource],
+        record: FetchStats,
+        *,
+        avoided: set[str],
+        timeouts: dict[str, tuple[int, Clock]],
+        deadline_s: float,
     ) -> None:
         """The fetch may take `deadline_s` seconds from this call on. Sources in `avoided` are queried last; `blame`
-        adds a source to `avoided`."""
+        adds a source to `avoided`. `timeouts`: name of a source → number of timeouts since its last chunk, and the
+        seconds left in which it is queried after the others."""
         self._sources, self.record, self._avoided = sources, record, avoided
-        self._silent = set[str]()
+        self._timeouts, self._silent = timeouts, set[str]()
         """Names of sources that could not be reached, or did not answer in time, in this fetch. They are queried after
         other sources that are not in `avoided`, because each attempt may take as long as their timeout."""
         self._order, self._lock = random.Random(), threading.Lock()
@@ -96,7 +108,9 @@ class ChunkFetcher:
         while True:
             try:
                 with self._lock:
-                    return self._first(self._sources, ask, check, f"chunk {chunk.digest[:8]}")[0]
+                    data, source = self._first(self._sources, ask, check, f"chunk {chunk.digest[:8]}")
+                    self._timeouts.pop(source.name, None)
+                    return data
             except _NoAnswer as error:
                 num_failed += 1
                 if num_failed >= (2 if isinstance(error, _Silent) else MAX_ROUNDS):
@@ -108,6 +122,11 @@ class ChunkFetcher:
         """Record that a source sent wrong data; from now on, this source is queried last."""
         self.record.faults.append(f"{source.name}: {what}")
         self._avoided.add(source.name)
+
+    def _is_late(self, source: WeightsSource) -> bool:
+        """Return whether a source failed in this fetch, or timed out a short time ago."""
+        _, pause_left_s = self._timeouts.get(source.name, (0, lambda: 0.0))
+        return source.name in self._silent or pause_left_s() > 0
 
     def check_deadline(self, waited_for: str) -> None:
         if self._left_s() < 0:
@@ -130,7 +149,7 @@ class ChunkFetcher:
         shuffled = self._order.sample(list(sources), len(sources))
 
         def rank(source: WeightsSource) -> tuple[bool, bool, int]:
-            return source.name in self._avoided, source.name in self._silent, source.distance
+            return source.name in self._avoided, self._is_late(source), source.distance
 
         fault: type[WeightsFault] = WeightsFault
         for source in sorted(shuffled, key=rank):
@@ -141,6 +160,10 @@ class ChunkFetcher:
                 self.record.faults.append(f"{source.name}: did not send {what}: {error}")
                 if isinstance(error, OSError | DeadlineExceeded):
                     self._silent.add(source.name)
+                if isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, DeadlineExceeded):
+                    times = self._timeouts.get(source.name, (0, None))[0] + 1
+                    pause_s = retry_wait_s(times, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+                    self._timeouts[source.name] = times, time_left(pause_s)
                 if isinstance(error, DeadlineExceeded):
                     fault = _Silent
                 elif isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and fault is not _Silent:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.clock import in_order
+from baton.clock import Clock, in_order
 from baton.errors import WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
@@ -89,6 +89,8 @@ class Fetcher:
         self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
         """Names of the sources that sent wrong data in any fetch. These sources are queried last."""
+        self._timeouts: dict[str, tuple[int, Clock]] = {}
+        """Argument `timeouts` of `ChunkFetcher`, kept from one fetch to the next."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
         """The held version as a flat buffer; None if this version is mapped from `shared`."""
@@ -137,7 +139,9 @@ class Fetcher:
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
         """Construct a version from chunks and hold it. If a manifest is wrong, try the manifests of other sources."""
-        chunk_fetcher = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
+        chunk_fetcher = ChunkFetcher(
+            self.sources, record, avoided=self._avoided, timeouts=self._timeouts, deadline_s=deadline_s
+        )
         misleading: set[str] = set()
         while True:
             plan = self._plan(want, chunk_fetcher, misleading)

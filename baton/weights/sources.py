@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
+from baton.errors import StorageFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES
 from baton.weights.storage import ByteReader, LocalStorage
@@ -33,7 +34,7 @@ class ChunkCache:
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._place, self._max_bytes = LocalStorage(directory), max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sizes: dict[str, int] = {}
         """File name → size in bytes, oldest first."""
 
@@ -69,6 +70,18 @@ class ChunkCache:
             self._shrink(len(data))
             self._place.write(f"chunks/{digest}", data)
             self._sizes[f"chunks/{digest}"] = len(data)
+
+    def put_or_halve(self, digest: str, data: bytes) -> str:
+        """Store a chunk and return an empty text. If the disk is full, keep at most half of the present bytes from now
+        on, and return a message for the user."""
+        with self._lock:
+            try:
+                self.put(digest, data)
+            except StorageFault as error:
+                self._max_bytes = sum(self._sizes.values()) // 2
+                self._shrink(0)
+                return f"{error}; from now on, the cache keeps at most {self._max_bytes / 2**30:.2f} GiB"
+            return ""
 
     def _shrink(self, wanted: int) -> None:
         """Remove the oldest chunks until `wanted` more bytes fit."""

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 import fsspec
 
 from baton.clock import call_within
-from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
+from baton.errors import DeadlineExceeded, StorageFault, UserError, WeightsFault
 from baton.files import flush_to_disk
 
 T = TypeVar("T")
@@ -139,15 +139,25 @@ class RemoteStorage:
 
     In an object store, readers see only complete files. On other file systems, a reader may see a part of a file, which
     then does not match the file's digest. Every method raises WeightsFault, which names the URL, when a call times out
-    (`call_s`).
+    (`call_s`). If a call fails, `read` raises OSError, `write` StorageFault, and the other methods WeightsFault.
     """
 
     def __init__(self, url: str, call_s: float = CALL_S) -> None:
         self._url, self._call_s = url, call_s
         self._free = threading.Semaphore(MAX_CALLS)
         self._files: Any
-        self._files, root = self._within("opening it", lambda: fsspec.core.url_to_fs(url, use_listings_cache=False))
+        self._files, root = self._within("opening it", self._opened)
         self._root = root.rstrip("/")
+
+    def _opened(self) -> tuple[Any, str]:
+        try:
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self._url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise UserError(
+                f"the store {self._url} cannot be opened ({error}): correct the URL, or install the package with which "
+                "fsspec opens it"
+            ) from error
+        return found
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
         path, data = self._path(name), b"".join(pieces)
@@ -157,7 +167,7 @@ class RemoteStorage:
             self._files.pipe_file(path, data)
 
         try:
-            self._within(f"writing {name}", write, len(data))
+            self._within(f"writing {name}", write, len(data), fault=OSError)
         except OSError as error:
             raise StorageFault(f"{path} cannot be written ({error}); no published version uses it") from error
 
@@ -165,7 +175,7 @@ class RemoteStorage:
         def read() -> bytes:
             return bytes(self._files.cat_file(self._path(name), start=offset, end=offset + limit + 1))
 
-        return self._within(f"reading {name}", read, limit)
+        return self._within(f"reading {name}", read, limit, fault=OSError)
 
     def size(self, name: str) -> int | None:
         try:
@@ -190,8 +200,11 @@ class RemoteStorage:
     def settle(self) -> None:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
-    def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in one of at most `MAX_CALLS` threads. After a timeout, the thread runs until the call ends."""
+    def _within(
+        self, what: str, call: Callable[[], T], num_bytes: int = 0, *, fault: type[Exception] = WeightsFault
+    ) -> T:
+        """Make a call in one of at most `MAX_CALLS` threads. After a timeout, the thread runs until the call ends.
+        `fault`: raised instead of the error of a call, which is often an exception of a library that fsspec uses."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
             raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")
@@ -206,6 +219,10 @@ class RemoteStorage:
             return call_within(timeout_s, f"{self._url}: {what}:", counted)
         except DeadlineExceeded as error:
             raise WeightsFault(f"{self._url} did not answer in {timeout_s:.0f} s while {what}") from error
+        except (FileNotFoundError, UserError):
+            raise
+        except Exception as error:
+            raise fault(f"{self._url}: {what} failed: {type(error).__name__}: {error}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -103,6 +103,8 @@ class Store:
             data = self.manifest(PolicyVersion(lineage, number))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise WeightsFault(f"version {number} of lineage {lineage} cannot be read: {error}") from error
         try:
             manifest = decode_manifest(data)
         except WeightsFault:

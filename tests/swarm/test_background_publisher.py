@@ -20,6 +20,7 @@ from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import Manifest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
+from baton.weights.storage import LocalStorage
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -52,12 +53,14 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.announced: dict[int, threading.Event] = {number: threading.Event() for number in range(6)}
+        self.said: list[str] = []
         self.members: Any = SimpleNamespace(
             verifier=SimpleNamespace(published=lambda version, mapped: None),
             broker=SimpleNamespace(pace=SimpleNamespace(announced={})),
             announce=self._announce,
             versions={},
             peers={},
+            say=self.said.append,
         )
 
     def call(self, action: Any) -> None:
@@ -125,6 +128,25 @@ def test_a_version_is_kept_while_a_worker_fetches_it(tmp_path: Path) -> None:
     fetched = Fetcher([store]).fetch(version(1), deadline_s=DEADLINE_S)
     assert torch.equal(fetched["weight"], weights(1)["weight"])
     assert 2 not in hub.members.versions, "versions that nobody needs are removed"
+
+
+def test_a_run_goes_on_in_a_store_that_permits_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket may permit writing, but not removing. The user is told once."""
+
+    def refused(self: LocalStorage, name: str) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(LocalStorage, "remove", refused)
+    hub, store = FakeHub(), Store(tmp_path)
+    publisher = Publisher(store, WeightsSettings(keyframe_every=2))
+    retention = VersionRetention(fetchable=1, stored=1)
+    with closing(BackgroundPublisher(hub, publisher, store, retention)) as publication:  # type: ignore[arg-type]
+        for number in range(6):
+            publication.publish(weights(number), version(number))
+            assert hub.announced[number].wait(DEADLINE_S)
+            publication.check()
+    (said,) = hub.said
+    assert said.startswith(f"warning: old versions cannot be removed from {tmp_path} (Access Denied)")
 
 
 def test_the_error_of_a_keyframe_is_raised_by_check(run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from yarl import URL
 
-from baton.errors import UserError, WeightsFault
+from baton.errors import StorageFault, UserError, WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.swarm.hub.peers import FORGET_AFTER_S, RelayList
 from baton.swarm.hub.relay import Relay, RelayOptions, RelayTicket
@@ -27,6 +27,7 @@ from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
+from baton.weights.storage import LocalStorage
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -63,7 +64,9 @@ class Origin:
 
 
 @asynccontextmanager
-async def running(origin: Origin, cache: Path, token: str = TOKEN) -> AsyncIterator[tuple[Relay, str]]:
+async def running(
+    origin: Origin, cache: Path, token: str = TOKEN, say: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[tuple[Relay, str]]:
     """A relay behind an origin; yields the relay and the origin's URL."""
     app = web.Application()
     app.router.add_get("/{path:.*}", origin.answer)
@@ -73,7 +76,7 @@ async def running(origin: Origin, cache: Path, token: str = TOKEN) -> AsyncItera
     url = f"http://127.0.0.1:{controller.addresses[0][1]}"
     headers = {"Authorization": f"Bearer {token}"}
     listen = ListenAddress.parse("127.0.0.1:0")
-    relay, until = Relay(RelayOptions(url, headers, listen, None, cache, 2**24, say=lambda text: None)), asyncio.Event()
+    relay, until = Relay(RelayOptions(url, headers, listen, None, cache, 2**24, say=say)), asyncio.Event()
     serving = asyncio.create_task(relay.run(until))
     try:
         async with asyncio.timeout(60):
@@ -93,7 +96,7 @@ def published(tmp_path: Path) -> tuple[Store, PolicyVersion, int]:
     store = Store(tmp_path / "store")
     tensors = {f"layer.{i}": torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(8)}
     version = PolicyVersion("run", 0, weights_digest(tensors))
-    return store, version, Publisher(store, WeightsSettings(chunk_mb=0.0625)).publish(tensors, version).bytes
+    return store, version, Publisher(store, WeightsSettings(chunk_mb=2**-6)).publish(tensors, version).bytes
 
 
 def test_many_workers_cost_the_hub_what_one_does(tmp_path: Path, published: tuple[Store, PolicyVersion, int]) -> None:
@@ -175,6 +178,33 @@ def test_a_relay_remembers_a_bounded_number_of_chunks_and_forgets_no_right_one(
 
     asyncio.run(scenario())
     assert set(origin.asked.values()) == {1}, "each manifest and chunk takes the long way once"
+
+
+def test_a_relay_whose_disk_is_full_keeps_fewer_chunks_and_still_sends_all(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, version, num_bytes = published
+    origin, write, room = Origin(store), LocalStorage.write, num_bytes // 2
+
+    def limited(self: LocalStorage, name: str, *data: bytes) -> None:
+        held = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+        if held + sum(map(len, data)) > room:
+            raise StorageFault(f"{name} cannot be written (No space left on device)")
+        write(self, name, *data)
+
+    monkeypatch.setattr(LocalStorage, "write", limited)
+    said: list[str] = []
+
+    async def scenario() -> None:
+        async with running(origin, tmp_path / "cache", say=said.append) as (relay, _), aiohttp.ClientSession() as http:
+            source = HttpSource(http, asyncio.get_running_loop(), relay.url, SECRET)
+            tensors = await asyncio.to_thread(Fetcher([source]).fetch, version, deadline_s=30)
+            assert weights_digest(tensors) == version.digest
+
+    asyncio.run(scenario())
+    last = store.find("run", 0).chunks[-1].digest  # type: ignore[union-attr]
+    assert (tmp_path / "cache" / "chunks" / last).exists(), "there is room again"
+    assert "No space left on device); from now on, the cache keeps at most 0.00 GiB" in " ".join(said)
 
 
 def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(

@@ -89,7 +89,9 @@ async def chunk_after(fault: int) -> bytes:
         async with aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             source = HttpSource(http, asyncio.get_running_loop(), url, "token")
-            fetcher = ChunkFetcher([source], FetchStats(PolicyVersion("run", 1)), avoided=set(), deadline_s=60.0)
+            fetcher = ChunkFetcher(
+                [source], FetchStats(PolicyVersion("run", 1)), avoided=set(), timeouts={}, deadline_s=60.0
+            )
             return await asyncio.to_thread(fetcher.chunk, Chunk(blake3(body).hexdigest(), len(body)))
     finally:
         await runner.cleanup()

@@ -126,9 +126,31 @@ def test_a_refusal_ends_the_connection_or_the_worker() -> None:
     connected(session)
     with pytest.raises(UserError, match="the hub refuses this worker: in quarantine"):
         session.receive(Rejected("in quarantine", is_final=True), 0.0)
+
+
+def test_a_worker_without_a_key_of_the_hubs_engine_names_it_and_ends() -> None:
+    with pytest.raises(UserError, match=r"engine.vllm.key_of_2030 of the hub: .*: install the same version of Baton"):
+        WorkerSession().receive(welcome(engine={"vllm": {"key_of_2030": 1}}), 0.0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_digest": "other"},
+        {"engine": {"slots": 8}},
+        {"is_adapter": True, "base": FIRST},
+        {"attention": "eager"},
+        {"on_new_version": "keep"},
+    ],
+)
+def test_a_worker_ends_if_the_next_hub_needs_another_engine(changed: dict[str, Any]) -> None:
+    """A worker survives an interrupted run. With the engine of this run, its tokens for the next run would be wrong,
+    and the hub would quarantine the worker."""
+    session = WorkerSession()
+    connected(session)
     session.lost(0.0)
     with pytest.raises(UserError, match="another model or engine"):
-        session.receive(welcome(model_digest="other"), 0.0)
+        session.receive(welcome("b", **changed), 0.0)
 
 
 def test_waits_between_attempts_double_until_a_hub_serves_the_worker() -> None:

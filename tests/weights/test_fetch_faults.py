@@ -12,12 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 from blake3 import blake3
+from fsspec.implementations.memory import MemoryFileSystem
 from weights_cases import Run, Twisted, are_bit_equal, changed, latest, policy, replaced, version_of
 
-from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
+from baton.errors import DeadlineExceeded, StorageFault, UserError, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.chunk_fetcher import MAX_ROUNDS, ChunkFetcher, FetchStats
 from baton.weights.fetcher import Fetcher
@@ -55,6 +57,17 @@ def gone(_: bytes) -> bytes:
     raise FileNotFoundError("no such chunk")
 
 
+class RefusingFileSystem(MemoryFileSystem):
+    """Every call raises an exception of a library, as buckets do: no OSError, and no error of Baton."""
+
+    protocol = "refusing"
+
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        raise LookupError("no credentials")
+
+    cat_file = makedirs = size = find = exists = _refuse
+
+
 @pytest.fixture
 def run(tmp_path):
     run = Run(tmp_path / "store", keyframe_every=100)
@@ -72,6 +85,26 @@ def holding(run: Run, sources, number: int = 0) -> Fetcher:
 
 def still_holds(run: Run, fetcher: Fetcher, number: int = 0) -> bool:
     return fetcher.held == run.version(number) and are_bit_equal(fetcher.tensors, run.tensors[number])
+
+
+def test_a_bucket_that_refuses_ends_a_publication_with_a_sentence_but_no_fetch_that_has_another_source(run):
+    fsspec.register_implementation("refusing", RefusingFileSystem, clobber=True)
+    store = Store("refusing://bucket")
+    assert are_bit_equal(holding(run, [store, run.store]).fetch(run.version(2), deadline_s=60), run.tensors[2])
+    asked = {
+        "reading": lambda: Publisher(store, run.settings).publish(run.tensors[2], run.version(2)),
+        "looking": lambda: store.put_chunk(b"data"),
+        "listing": lambda: store.collect([]),
+    }
+    for what, ask in asked.items():
+        with pytest.raises(WeightsFault, match=f"refusing://bucket: {what} .* failed: LookupError: no credentials"):
+            ask()
+
+
+@pytest.mark.parametrize("url", ["nothing://bucket", "dropbox://bucket"])
+def test_a_store_that_fsspec_cannot_open_is_refused_with_a_sentence(url):
+    with pytest.raises(UserError, match=f"the store {url} cannot be opened"):
+        Store(url)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "longer", "flipped", "swapped", "omitted", "empty"])
@@ -104,7 +137,7 @@ def reset(_: bytes) -> bytes:
 
 def chunk_of(run: Run, sources: list[Store], deadline_s: float = 60.0) -> bytes:
     """One chunk of version 2, from these sources."""
-    fetcher = ChunkFetcher(sources, FetchStats(run.version(2)), avoided=set(), deadline_s=deadline_s)
+    fetcher = ChunkFetcher(sources, FetchStats(run.version(2)), avoided=set(), timeouts={}, deadline_s=deadline_s)
     return fetcher.chunk(run.store.find("first", 2).chunks[0])
 
 
@@ -146,8 +179,8 @@ def test_a_chunk_is_not_asked_for_again_after_the_deadline(run):
 
 
 @pytest.mark.parametrize("has_manifests", [False, True])
-def test_a_source_that_does_not_answer_is_asked_once_in_a_fetch(run, has_manifests):
-    """Each attempt may take as long as its timeout. The next fetch asks it again."""
+def test_a_source_that_does_not_answer_is_asked_once_and_again_after_a_pause(run, monkeypatch, has_manifests):
+    """Each attempt may take as long as its timeout, so a relay that a worker cannot reach must not delay each fetch."""
     asked = []
 
     def silent(data: bytes) -> bytes:
@@ -156,9 +189,12 @@ def test_a_source_that_does_not_answer_is_asked_once_in_a_fetch(run, has_manifes
 
     relay = Twisted(run.store, "relay 7", chunk=silent, **({} if has_manifests else {"manifest": silent}))
     relay.distance = -1  # it is asked first
-    fetcher = Fetcher([relay, run.store])
-    for number, expected in ((0, 1), (2, 2)):
-        assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), run.tensors[number])
+    for pause_s, expected in ((3000.0, 1), (0.0, 2)):
+        monkeypatch.setattr("baton.weights.chunk_fetcher.FIRST_PAUSE_S", pause_s)
+        asked.clear()
+        fetcher = Fetcher([relay, run.store])
+        for number in (0, 2):
+            assert are_bit_equal(fetcher.fetch(run.version(number), deadline_s=60), run.tensors[number])
         assert len(asked) == expected
 
 

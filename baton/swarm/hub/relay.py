@@ -174,7 +174,10 @@ class Relay:
                 body = await self._fetch(chunk_url(self._options.hub, digest), MAX_CHUNK_BYTES)
                 if blake3(body).hexdigest() != digest:
                     raise WeightsFault(f"{self._options.hub} sent a chunk that does not match the digest {digest[:8]}")
-                await in_thread(self._cache.put, digest, body, timeout_s=READ_S, who="the cache")
+                full = await in_thread(self._cache.put_or_halve, digest, body, timeout_s=READ_S, who="the cache")
+                if full:
+                    self._options.say(f"{full}: free space, and restart the relay")
+                    return ByteReader.of(body)
             if len(self.verified) >= MAX_VERIFIED:
                 self.verified.clear()
             self.verified.add(digest)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+from pydantic import ValidationError
 
 from baton.clock import retry_wait_s
 from baton.errors import DeadlineExceeded, UserError
@@ -93,6 +94,11 @@ def _is_within(report: Report, length: int) -> bool:
     if report.finish_reason is not None or report.is_aborted:
         return False
     return report.token_offset + sum(len(segment.token_ids) for segment in report.segments) <= length
+
+
+def _engine_of(welcome: messages.Welcome) -> tuple[object, ...]:
+    """Return everything in a Welcome that the worker's engine and its driver are built from."""
+    return welcome.model_digest, welcome.base, welcome.attention, welcome.engine, welcome.on_new_version
 
 
 class WorkerSession:
@@ -193,11 +199,17 @@ class WorkerSession:
         if welcome.protocol != messages.PROTOCOL:
             both = f"the hub uses protocol {welcome.protocol} and this worker {messages.PROTOCOL}"
             raise UserError(f"{both}: install the same version of Baton")
+        try:
+            welcome.engine_settings()
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(("engine", *map(str, first["loc"])))
+            raise UserError(f"{key} of the hub: {first['msg']}: install the same version of Baton") from error
         known, self.welcome, self.is_welcomed = self.welcome, welcome, True
         is_new_hub = self._incarnation not in (None, welcome.incarnation)
         if is_new_hub:
             self._outbox.clear()
-        if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
+        if known is not None and _engine_of(known) != _engine_of(welcome):
             raise UserError(
                 "the hub now serves another model or engine than this worker was built for: restart the worker"
             )
