@@ -19,6 +19,7 @@ from baton.types import Message
 
 SOURCE = """
 import os
+from pathlib import Path
 
 
 class Echo:
@@ -30,6 +31,9 @@ class Echo:
     def reset(self, *, seed, word="none"):
         if word == "bad":
             raise KeyError(word)
+        if word.startswith("/") and not Path(word).exists():
+            Path(word).touch()
+            raise ConnectionError("the server is busy")
         return f"{self.prefix}{word}"
 
     def step(self, action):
@@ -77,6 +81,19 @@ def test_a_conversation_is_the_prompt_as_it_is() -> None:
     assert messages[1].role == "user"
     assert messages[1].content.endswith("Compute 2+2.")
     assert len(messages) == 2
+
+
+def test_a_reset_that_fails_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    spec = EnvironmentSpec("mine", f"{tmp_path}/mine.py:Echo", {})
+    rows = [{"word": f"{tmp_path}/busy"}, {"word": "bad"}]
+    task = EnvironmentTask(spec, EnvironmentSettings(allow_network=True), rows=rows)
+    try:
+        assert task.draw(1, 0).question == f"Repeat.\n\n{tmp_path}/busy"
+        with pytest.raises(UserError, match=r"KeyError.* in each of 3 attempts with seed \d+, row 1 of the dataset"):
+            task.draw(1, 3)
+    finally:
+        task.close()
 
 
 @pytest.mark.timing
