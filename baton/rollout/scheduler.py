@@ -328,10 +328,12 @@ class RolloutScheduler:
             self.step.filtered_groups += 1
             limit = FILTERED_LIMIT * self.rules.batch_groups
             if self.step.filtered_groups >= limit:
+                failed = f", or fewer than two could be computed (the last failure: {self.step.failure})"
                 raise UserError(
                     f"rollout.dynamic_sampling filtered {limit} groups for one batch of {self.rules.batch_groups}, "
-                    "because in each group all rewards were equal; use tasks that are neither too easy nor too hard, a "
-                    "larger rollout.group_size, or rollout.dynamic_sampling = false"
+                    f"because in each group all rewards were equal{failed if self.step.failure else ''}; use tasks "
+                    "that are neither too easy nor too hard, a larger rollout.group_size, or "
+                    "rollout.dynamic_sampling = false"
                 )
         else:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))

@@ -140,6 +140,8 @@ class StepCounts:
     carried_groups: int = 0
     """Number of groups that were still open when the batch was delivered."""
     filtered_groups: int = 0
+    failure: str = ""
+    """Reason why the last trajectory without a reward could not be scored."""
     requeued_groups: int = 0
     dropped_groups: int = 0
     masked_tokens: int = 0

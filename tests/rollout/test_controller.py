@@ -721,3 +721,15 @@ def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
     assert judges.asked["0/1"] == 2
     assert judges.asked["0/0"] == 2
     assert_compared(bench.batches)
+
+
+def test_dynamic_sampling_that_ends_the_run_names_the_failure_of_the_scorer():
+    class Failing(LateJudges):
+        def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+            failed = RewardResult(0.0, {}, False, failure="the function raised KeyError: 'x'")
+            return [ScoredTrajectory(scored.trajectory, failed) for scored in super().collect(timeout_s)]
+
+    bench = Bench("sync", judges=Failing(), dynamic_sampling=True)
+    bench.begin()
+    with pytest.raises(UserError, match=r"filtered 80 groups .* could be computed \(.*: the function raised KeyError"):
+        bench.step()
