@@ -44,6 +44,10 @@ class TrackedTrajectory:
         """Name in error messages: `group/sample`."""
         return f"{self.group_id}/{self.sample_index}"
 
+    @property
+    def is_finished(self) -> bool:
+        return self.state in (TrajectoryState.SCORING, TrajectoryState.SCORED)
+
     def grow(self, version: int, num_tokens: int) -> None:
         """Add tokens of a version that is not older than the trajectory's last version."""
         last, count = self.versions[-1] if self.versions else (-1, 0)
