@@ -96,7 +96,8 @@ def _with_tools(
 def public_methods(kind: type) -> list[str]:
     """Return the names of the methods that are tools of a TRL environment."""
     names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
-    return [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
+    others = ("reset", "get_reward", "canonical", "close")
+    return [name for name in names if not name.startswith("_") and name not in others]
 
 
 def _probe(factory: Callable[..., Any], spec: EnvironmentSpec) -> Any:
@@ -125,6 +126,7 @@ class _Gymnasium:
         self._is_discrete = hasattr(getattr(inner, "action_space", None), "n")
         self._text = ""
         self.close = getattr(inner, "close", lambda: None)
+        self.canonical = getattr(inner, "canonical", None)
 
     def reset(self, *, seed: int, **row: Any) -> str:
         accepted = inspect.signature(self._inner.reset).parameters
@@ -163,6 +165,7 @@ class _SkyRL(ConversationPrompt):
     def reset(self, *, seed: int, **row: Any) -> str:
         accepted = inspect.signature(self._factory).parameters
         self._inner = self._factory(**self._args, **({"extras": row} if "extras" in accepted else {}))
+        self.canonical = getattr(self._inner, "canonical", None)
         prompt = row.get("prompt", "")
         messages, _ = self._inner.init([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         self.earlier_messages, text = split_prompt(messages)
@@ -183,6 +186,7 @@ class _TRL(ToolEnvironment):
         super().__init__([getattr(inner, name) for name in public_methods(type(inner))], family=family)
         self._inner = inner
         self.close = getattr(inner, "close", lambda: None)
+        self.canonical = getattr(inner, "canonical", None)
 
     def reset(self, *, seed: int, **row: Any) -> str:
         takes_seed = "seed" in inspect.signature(self._inner.reset).parameters

@@ -484,6 +484,7 @@ class RolloutController:
         if self._journal is not None:
             self._journal.judged(scored)
         reward = result.reward if result.is_judged else None
+        self.scheduler.step.failure = result.failure or self.scheduler.step.failure
         self._dispatch(ev.Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
     def _is_first(self, scored: ScoredTrajectory) -> bool:

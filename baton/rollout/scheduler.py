@@ -69,6 +69,8 @@ class RolloutScheduler:
         """Dropped groups whose prompts will be tried again. Each entry has the id of the dropped group and the number
         of attempts at its prompt so far."""
         self._leased: dict[tuple[int, int], None] = {}
+        self._generating: dict[int, int] = {}
+        """Id of each group with unfinished trajectories → number of these trajectories."""
         self.num_acting = 0
         """Number of trajectories whose environment has not answered yet."""
         self._is_requested = False
@@ -97,6 +99,8 @@ class RolloutScheduler:
                 self.num_acting += member.state is TrajectoryState.ACTING
                 if member.state is TrajectoryState.PENDING:
                     self._put_back(member)
+            if unfinished := sum(not member.is_finished for member in group.members):
+                self._generating[group.group_id] = unfinished
             if not group.num_unscored:
                 commands += self._complete(group)
         return commands
@@ -158,6 +162,9 @@ class RolloutScheduler:
             case ev.Finished():
                 self._release(event, TrajectoryState.SCORING)
                 self.step.finished += 1
+                self._generating[event.group_id] -= 1
+                if not self._generating[event.group_id]:
+                    del self._generating[event.group_id]
             case ev.TurnEnded():
                 self._release(event, TrajectoryState.ACTING)
                 self.num_acting += 1
@@ -212,6 +219,8 @@ class RolloutScheduler:
 
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
         """Discard a trajectory's tokens, and generate it again. `cause`: key of the tokens in `Ledger.lost`."""
+        if trajectory.is_finished:
+            self._generating[trajectory.group_id] = self._generating.get(trajectory.group_id, 0) + 1
         self._lose(cause, trajectory.forget())
         yield ev.Restart(trajectory.group_id, trajectory.sample_index)
         self._put_back(trajectory)
@@ -266,7 +275,11 @@ class RolloutScheduler:
         if rules.mode == "partial":
             if math.isinf(self.overprovision):
                 # acting episodes count too: otherwise groups would be opened without limit while environments run
-                return len(self._leased) + self.num_acting < (rules.max_concurrency or math.inf)
+                if len(self._leased) + self.num_acting >= (rules.max_concurrency or math.inf):
+                    return False
+                # if scoring is slower than generation, tokens of further groups would be too old when they are scored
+                is_fresh = len(self._groups) < (rules.max_staleness + 1) * rules.batch_groups
+                return is_fresh or len(self._groups) - len(self._generating) < rules.batch_groups
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
 
@@ -313,6 +326,7 @@ class RolloutScheduler:
         group = TrackedGroup.new(group_id, self.rules.group_size, opened_at=self.version, attempts=attempts)
         self._groups[group_id] = group
         self._buffer.opened(group_id)
+        self._generating[group_id] = len(group.members)
         for member in group.members:
             heapq.heappush(self._pending, (True, group_id, member.sample_index))
         yield ev.Open(group_id, again)
@@ -328,10 +342,12 @@ class RolloutScheduler:
             self.step.filtered_groups += 1
             limit = FILTERED_LIMIT * self.rules.batch_groups
             if self.step.filtered_groups >= limit:
+                failed = f", or fewer than two could be computed (the last failure: {self.step.failure})"
                 raise UserError(
                     f"rollout.dynamic_sampling filtered {limit} groups for one batch of {self.rules.batch_groups}, "
-                    "because in each group all rewards were equal; use tasks that are neither too easy nor too hard, a "
-                    "larger rollout.group_size, or rollout.dynamic_sampling = false"
+                    f"because in each group all rewards were equal{failed if self.step.failure else ''}; use tasks "
+                    "that are neither too easy nor too hard, a larger rollout.group_size, or "
+                    "rollout.dynamic_sampling = false"
                 )
         else:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))

@@ -44,6 +44,10 @@ class TrackedTrajectory:
         """Name in error messages: `group/sample`."""
         return f"{self.group_id}/{self.sample_index}"
 
+    @property
+    def is_finished(self) -> bool:
+        return self.state in (TrajectoryState.SCORING, TrajectoryState.SCORED)
+
     def grow(self, version: int, num_tokens: int) -> None:
         """Add tokens of a version that is not older than the trajectory's last version."""
         last, count = self.versions[-1] if self.versions else (-1, 0)
@@ -140,6 +144,8 @@ class StepCounts:
     carried_groups: int = 0
     """Number of groups that were still open when the batch was delivered."""
     filtered_groups: int = 0
+    failure: str = ""
+    """Reason why the last trajectory without a reward could not be scored."""
     requeued_groups: int = 0
     dropped_groups: int = 0
     masked_tokens: int = 0

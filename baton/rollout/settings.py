@@ -149,6 +149,11 @@ class RolloutSettings(Settings):
                 f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '
                 f"change or remove the key"
             )
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                f"dynamic_sampling: got true with group_size = {self.group_size}, but it compares the rewards of a "
+                "group; use group_size = 2 or more, or dynamic_sampling = false"
+            )
         if mode == "sync" and rules.consume != "submission":
             raise ValueError(
                 f'consume: got {rules.consume!r}, but mode = "sync" always consumes groups in the order of submission; '

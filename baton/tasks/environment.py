@@ -25,6 +25,8 @@ SHIPPED = {
     "code": "baton.environments.code:CodeTask",
 }
 """Short name → import path of each environment of Baton. The run resets these environments in its own process."""
+RESETS = 3
+"""Maximum number of resets for one draw; a reset that fails is repeated."""
 POLL_S = 1.0
 """Seconds between two checks for a stop request while an environment is reset."""
 
@@ -68,13 +70,21 @@ class EnvironmentTask:
             self._local = EnvironmentInstances({spec.name: load_environment(spec)}, settings.max_observation_chars)
 
     def draw(self, seed: int, index: int) -> Problem:
-        """Return problem `index` of the stream with this seed. Raises UserError if the environment fails."""
+        """Return problem `index` of the stream with this seed. Raises UserError if all `RESETS` resets fail."""
         digest = blake3(f"environment:{self.name}:{seed}:{index}".encode()).digest(length=4)
         reset_seed = int.from_bytes(digest, "big")
         row = dict(self.rows[index % len(self.rows)]) if self.rows else {}
-        first = self._reset(ActRequest(EpisodeKey(-1, 0, 0), self.name, reset_seed, row))
+        request = ActRequest(EpisodeKey(-1, 0, 0), self.name, reset_seed, row)
+        for _ in range(RESETS):
+            first = self._reset(request)
+            if isinstance(first, Observation):
+                break
         if isinstance(first, ActFailure):
-            raise UserError(f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause})")
+            place = f", row {index % len(self.rows)} of the dataset, counted from 0" if self.rows else ""
+            raise UserError(
+                f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause}, in each of "
+                f"{RESETS} attempts with seed {reset_seed}{place}); repair the environment or the row"
+            )
         question = "\n\n".join(filter(None, (first.instructions, first.text)))
         metadata = {"environment": self.name, "seed": reset_seed, "row": row, "first_digest": first.digest}
         if first.tools:

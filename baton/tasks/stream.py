@@ -28,6 +28,8 @@ same arguments return the same problem. Two positions may have the same problem.
 TOOLS = "baton.environments.tools:ToolEnvironment"
 MAX_MISSES = 2_000
 """A task counts as exhausted after this number of consecutive draws without a usable problem."""
+_CANONICAL = ", or give the environment a method `canonical` if different problems have equal first observations"
+"""Advice for an environment with too few problems."""
 
 
 class ProblemSettings(Settings):
@@ -345,6 +347,8 @@ class TaskMixture:
                 raise TaskExhausted(
                     f"task {name!r} has only {len(prompts)} distinct held-out problems ({HELD_OUT_PERCENT} % of all), "
                     f"but {share} were requested: {advice}request fewer, or widen its params"
+                    + _CANONICAL
+                    * isinstance(task, EnvironmentTask)
                 )
         return prompts
 
@@ -391,6 +395,7 @@ class PromptStream:
             misses += 1
             if misses > MAX_MISSES:
                 hint = "widen its params, or choose a dataset with other problems than the test sets"
+                hint += _CANONICAL * isinstance(self._mixture.tasks[name], EnvironmentTask)
                 hint = hint if has_room else "its prompts are too long: raise engine.max_context_tokens"
                 raise TaskExhausted(f"task {name!r} gave no training problem in {MAX_MISSES} draws: {hint}")
         return prompts

@@ -93,6 +93,22 @@ class Bank:
         return self.balance / 10
 
 
+class Canonical:
+    """Tells problems apart whose first observations may be equal."""
+
+    def canonical(self) -> str:
+        return "the hidden word"
+
+
+class HiddenGuess(Canonical, Guess): ...
+
+
+class HiddenSkyRL(Canonical, SkyRL): ...
+
+
+class HiddenBank(Canonical, Bank): ...
+
+
 class Nothing:
     """No known shape."""
 
@@ -169,6 +185,15 @@ def test_a_conversation_as_prompt_keeps_its_roles(cls: str) -> None:
     # as in earlier versions, whose runs are resumed
     assert first.canonical == "\n\n".join(["Be brief.", "1+1?", "2", first.text])
     assert first.digest == digest_of(first.canonical, 0.0, False, False)
+
+
+@pytest.mark.parametrize("cls", ["HiddenGuess", "HiddenSkyRL", "HiddenBank"])
+def test_the_canonical_form_that_a_class_of_another_project_gives_is_used(cls: str) -> None:
+    row = {} if cls == "HiddenGuess" else {"prompt": "Guess.", "reward_spec": {"ground_truth": "4"}, "start": 3}
+    first = made(cls).act(request(1, None, row=row))
+    assert isinstance(first, Observation)
+    assert first.canonical == "the hidden word"
+    assert "canonical" not in first.instructions
 
 
 def test_trl() -> None:

@@ -721,3 +721,35 @@ def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
     assert judges.asked["0/1"] == 2
     assert judges.asked["0/0"] == 2
     assert_compared(bench.batches)
+
+
+def test_dynamic_sampling_that_ends_the_run_names_the_failure_of_the_scorer():
+    class Failing(LateJudges):
+        def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+            failed = RewardResult(0.0, {}, False, failure="the function raised KeyError: 'x'")
+            return [ScoredTrajectory(scored.trajectory, failed) for scored in super().collect(timeout_s)]
+
+    bench = Bench("sync", judges=Failing(), dynamic_sampling=True)
+    bench.begin()
+    with pytest.raises(UserError, match=r"filtered 80 groups .* could be computed \(.*: the function raised KeyError"):
+        bench.step()
+
+
+def test_a_scorer_that_is_slower_than_generation_does_not_make_tokens_too_old():
+    class Slow(LateJudges):
+        num_calls = 0
+
+        def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+            """One trajectory in every second call."""
+            self.num_calls += 1
+            ready = self._waiting[: self.num_calls % 2]
+            self._waiting = self._waiting[len(ready) :]
+            return [ScoredTrajectory(t, RewardResult(float(t.sample_index), {}, False)) for t in ready]
+
+    bench = Bench("partial", judges=Slow(), max_concurrency=8, max_staleness=4)
+    bench.begin()
+    for _ in range(40):
+        bench.step()
+        counts = bench.controller.scheduler.take_step_counts()
+        assert bench.controller.scheduler.num_open <= (4 + 1) * 4
+        assert counts.masked_tokens < counts.consumed_tokens

@@ -34,6 +34,10 @@ REFUSED = [
         ["rollout.mode=partial", "rollout.overprovision=4.0", "rollout.max_staleness=2", "rollout.stale=drop"],
         "at most max_staleness + 1 = 3 is allowed",
     ),
+    (
+        ["algorithm=reinforce_pp", "rollout.group_size=1", "rollout.dynamic_sampling=true"],
+        "dynamic_sampling: got true with group_size = 1, but it compares the rewards of a group; use group_size = 2",
+    ),
     (["rollout.mode=async"], "engine.processes: got 0"),
     (
         ["engine.kind=vllm", "engine.vllm.replicas=2"],

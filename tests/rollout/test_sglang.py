@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import time
 from collections.abc import AsyncIterator, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,7 @@ from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
 from baton.rollout.engines.sglang import client
 from baton.rollout.engines.sglang.engine import SglangEngine
 from baton.rollout.engines.sglang.wire import load_of, read_json
+from baton.stop import Stopped
 from baton.types import FinishReason, Lease, PolicyVersion, Report, Retry, Trajectory
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
@@ -358,7 +360,7 @@ def test_a_server_that_dies_is_a_fault_and_one_that_never_comes_up_a_missed_dead
 
 
 def test_a_server_that_never_becomes_ready_is_named_with_its_last_answer(
-    sglang: Any, monkeypatch: pytest.MonkeyPatch
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Starting(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -370,6 +372,21 @@ def test_a_server_that_never_becomes_ready_is_named_with_its_last_answer(
         with pytest.raises(DeadlineExceeded, match="its last answer to /health was HTTP 503"):
             sglang(SimpleNamespace(url=f"http://127.0.0.1:{web.server_port}"))
         web.shutdown()
+    (warning,) = caplog.messages
+    assert f":{web.server_port} is not ready: waiting up to 0 s for it; its last answer" in warning
+
+
+def test_a_stop_request_ends_a_call_to_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(self: client.SglangClient) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(client.SglangClient, "check", stop)
+    with pytest.raises(Stopped):
+        client.SglangClient("http://127.0.0.1:9", key=None, longest_event=1000, answer_timeout_s=60.0)
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
 
 
 def test_a_server_is_checked_when_the_engine_is_built(

@@ -12,13 +12,14 @@ from baton.environments.calls import ActFailure, ActRequest, EnvironmentSpec, Ep
 from baton.environments.pool import EnvironmentPool
 from baton.environments.settings import EnvironmentSettings
 from baton.environments.sokoban import Sokoban
-from baton.errors import UserError
+from baton.errors import TaskExhausted, UserError
 from baton.tasks.environment import SHIPPED, EnvironmentTask
-from baton.tasks.stream import TOOLS, TaskSettings
+from baton.tasks.stream import TOOLS, AnswerSettings, PromptStream, TaskMixture, TaskSettings
 from baton.types import Message
 
 SOURCE = """
 import os
+from pathlib import Path
 
 
 class Echo:
@@ -30,6 +31,9 @@ class Echo:
     def reset(self, *, seed, word="none"):
         if word == "bad":
             raise KeyError(word)
+        if word.startswith("/") and not Path(word).exists():
+            Path(word).touch()
+            raise ConnectionError("the server is busy")
         return f"{self.prefix}{word}"
 
     def step(self, action):
@@ -79,6 +83,19 @@ def test_a_conversation_is_the_prompt_as_it_is() -> None:
     assert len(messages) == 2
 
 
+def test_a_reset_that_fails_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    spec = EnvironmentSpec("mine", f"{tmp_path}/mine.py:Echo", {})
+    rows = [{"word": f"{tmp_path}/busy"}, {"word": "bad"}]
+    task = EnvironmentTask(spec, EnvironmentSettings(allow_network=True), rows=rows)
+    try:
+        assert task.draw(1, 0).question == f"Repeat.\n\n{tmp_path}/busy"
+        with pytest.raises(UserError, match=r"KeyError.* in each of 3 attempts with seed \d+, row 1 of the dataset"):
+            task.draw(1, 3)
+    finally:
+        task.close()
+
+
 @pytest.mark.timing
 def test_a_users_class_is_reset_in_a_process_and_acts_on_the_state_that_the_prompt_shows(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
@@ -98,6 +115,17 @@ def test_a_users_class_is_reset_in_a_process_and_acts_on_the_state_that_the_prom
         found = pool.collect(120.0)
         assert isinstance(found[0], ActFailure) == bool(number), "the second has the digest of another prompt"
     pool.close()
+
+
+def test_an_environment_whose_problems_look_equal_is_told_what_distinguishes_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    tasks = TaskMixture([TaskSettings(name="mine", environment=f"{tmp_path}/mine.py:Echo")], AnswerSettings())
+    is_held_out = tasks.tasks["mine"].draw(0, 0).is_held_out
+    try:
+        with pytest.raises(TaskExhausted, match="give the environment a method `canonical`"):
+            PromptStream(tasks, seed=1).take(1) if is_held_out else tasks.held_out(1)
+    finally:
+        tasks.close()
 
 
 def test_a_column_that_has_the_name_of_the_seed_is_refused() -> None:

@@ -187,21 +187,23 @@ class EngineClient(ABC):
         exits."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                return future.result(_HEARTBEAT_S)
-            except TimeoutError as error:
-                if future.done():
-                    if future.cancelled() or not isinstance(future.exception(), TimeoutError):
-                        continue  # the call has ended after the wait
-                    raise EngineFault(f"{self.name} failed {what}: a timeout within the call") from error
-                self.check()
-                if time.monotonic() > deadline_s:
-                    future.cancel()
-                    raise DeadlineExceeded(f"{self.name} failed {what} within {timeout_s:.0f} s") from error
-            except BatonError:
-                raise
-            except Exception as error:
-                self.check()
-                said = f"{type(error).__name__}: {first_line(error)}"
-                raise EngineFault(f"{self.name} failed {what}: {said}") from error
+        try:
+            while True:
+                try:
+                    return future.result(_HEARTBEAT_S)
+                except TimeoutError as error:
+                    if future.done():
+                        if future.cancelled() or not isinstance(future.exception(), TimeoutError):
+                            continue  # the call has ended after the wait
+                        raise EngineFault(f"{self.name} failed {what}: a timeout within the call") from error
+                    self.check()
+                    if time.monotonic() > deadline_s:
+                        raise DeadlineExceeded(f"{self.name} failed {what} within {timeout_s:.0f} s") from error
+                except BatonError:
+                    raise
+                except Exception as error:
+                    self.check()
+                    said = f"{type(error).__name__}: {first_line(error)}"
+                    raise EngineFault(f"{self.name} failed {what}: {said}") from error
+        finally:
+            future.cancel()  # has no effect on a call that has ended

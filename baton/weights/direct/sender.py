@@ -152,7 +152,7 @@ class DirectSender:
             return None if state is None else state.has
 
     def close(self) -> None:
-        """Close all communicators. Idempotent."""
+        """Close all communicators, and free the versions. Idempotent."""
         with self._changed:
             self._is_closed = True
             if self._timer is not None:
@@ -160,6 +160,9 @@ class DirectSender:
             for group in self._groups.values():
                 begin(group.close)
             self._groups.clear()
+            # a link may refer to this object, so the memory of a version would be freed only by the cycle collector
+            self._versions.clear()
+            self._previous = None
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 

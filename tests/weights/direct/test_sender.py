@@ -6,9 +6,11 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import weakref
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +69,17 @@ def test_every_replica_gets_each_version_whole(processes, sender):
             sender.wait(name, version(number), DEADLINE_S)
             assert link.ask("served", None, 5.0) == plain(number)
     assert processes["a"].methods.count("init_weight_transfer_engine") == 1, "one communicator for all versions"
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_closed_sender_keeps_no_version(is_sparse):
+    sender = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, RULES, is_sparse=is_sparse)
+    memory = np.zeros(8, np.float32)
+    held = weakref.ref(memory)
+    sender.offer({"w": torch.from_numpy(memory)}, version(1))
+    del memory
+    sender.close()
+    assert held() is None, "the version's memory is freed although the sender still exists"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from baton.errors import DeadlineExceeded, EngineFault
 from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRequest, RequestLost
 from baton.rollout.engines.sglang import wire
 
+logger = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.1
 """Seconds between two aborts of the same request, and between two queries of the server's load."""
 _CLOSE_S = 5.0
@@ -72,15 +74,18 @@ class SglangClient(EngineClient):
 
     async def _connect(self, key: str | None) -> None:
         self._http = _session(key, aiohttp.ClientTimeout(total=None, sock_read=self._answer_timeout_s))
-        deadline_s, status = self._loop.time() + START_TIMEOUT_S, 0
+        deadline_s, status, has_warned = self._loop.time() + START_TIMEOUT_S, 0, False
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self._http.get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(_CLOSE_S)) as answer:
                     status = answer.status
             if status == 200:
                 break
+            last = f"; its last answer to /health was HTTP {status}" if status else ""
+            if not has_warned:
+                has_warned = True
+                logger.warning("%s is not ready: waiting up to %.0f s for it%s", self.name, START_TIMEOUT_S, last)
             if self._loop.time() > deadline_s:
-                last = f"; its last answer to /health was HTTP {status}" if status else ""
                 raise DeadlineExceeded(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s{last}")
             await asyncio.sleep(_ASK_AGAIN_S)
         self.server = wire.read_server(await self._ask("GET", *wire.SERVER_INFO))
