@@ -6,7 +6,8 @@
 The model is random: weights of normal distribution in bfloat16, and changes of one unit in the last place at random
 places. --before measures the code of another commit too, in a temporary worktree. All variants run in turn, --turns
 times, each in a process of its own with one torch thread. "processes": as many processes at once as the machine has
-cores, each with one thread; their rates are added. This is the most that threads could give. Each figure is the median
+cores, each with one thread; their rates are added. This is the most that threads could give. "bound": each coding
+thread may run on one core only, so that the system cannot place two of them on the same core. Each figure is the median
 of all rounds; beside it are the processor's seconds. Files are in memory (/dev/shm). Raw results:
 results/host_path.json.
 """
@@ -14,11 +15,13 @@ results/host_path.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -43,8 +46,11 @@ def main() -> None:
     parser.add_argument("--before", action="append", default=[], help="another commit to measure")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "host_path.json")
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bound", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.threads is not None:
+        if given.bound:
+            bind_coders()
         print(json.dumps(measure(given.params, given.rounds, given.threads)))
         return
     sys.path.insert(0, str(HERE.parent))
@@ -70,6 +76,8 @@ def main() -> None:
             for name, tree in trees.items():
                 for threads in range(1, cores + 1):
                     add(raw, f"{name}{threads} threads", measured(given, threads, tree, 1))
+                if not name:
+                    add(raw, f"{cores} threads, bound", measured(given, cores, tree, 1, "--bound"))
                 add(raw, f"{name}{cores} processes", measured(given, 1, tree, cores))
                 given.out.write_text(json.dumps(raw, indent=1) + "\n")
     print(table(raw))
@@ -84,9 +92,23 @@ def add(raw: dict[str, Any], variant: str, measured: list[dict[str, list[float]]
             stages.setdefault(stage, []).extend(round(s / at_once, 5) for s in seconds)
 
 
-def measured(given: argparse.Namespace, threads: int, tree: str, processes: int) -> list[dict[str, list[float]]]:
+def bind_coders() -> None:
+    """Bind each thread named "coder", when it starts, to one core: the first to the first core, and so on in turn."""
+    run, cores = threading.Thread.run, itertools.cycle(sorted(os.sched_getaffinity(0)))
+
+    def bound(thread: threading.Thread) -> None:
+        if thread.name == "coder":
+            os.sched_setaffinity(0, {next(cores)})  # 0: the calling thread, not the process
+        run(thread)
+
+    threading.Thread.run = bound  # type: ignore[method-assign]
+
+
+def measured(
+    given: argparse.Namespace, threads: int, tree: str, processes: int, *options: str
+) -> list[dict[str, list[float]]]:
     """Run `measure` in processes at once, which import Baton from `tree`."""
-    own = ["--params", str(given.params), "--rounds", str(given.rounds), "--threads", str(threads)]
+    own = ["--params", str(given.params), "--rounds", str(given.rounds), "--threads", str(threads), *options]
     environment = {**os.environ, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen([sys.executable, __file__, *own], env=environment, cwd=tree, stdout=subprocess.PIPE, text=True)

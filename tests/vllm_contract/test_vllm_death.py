@@ -29,7 +29,11 @@ def family(pid: int) -> dict[int, str]:
     """Return the processes that stem from one, by their ids, with their names."""
     import psutil
 
-    return {child.pid: child.name() for child in psutil.Process(pid).children(recursive=True)}
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            found[child.pid] = child.name()
+    return found
 
 
 def vllms(pid: int) -> dict[int, str]:
