@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from test_packing import gpt2
 from trainer_cases import are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -173,6 +174,14 @@ def test_targets_may_be_named_and_must_exist(base):
         make_trainer(load(base), lora=LoraSettings(targets=("q_proj", "embed_tokens")))
     with pytest.raises(UserError, match=r"got 'lm_head', which is the head, but .* ties its head to the embedding"):
         make_trainer(tiny_model(tie_word_embeddings=True), lora=LoraSettings(targets=("lm_head",)))
+    with pytest.raises(UserError, match=r"lora\.targets: got no layers; allowed are 'all-linear'"):
+        make_trainer(load(base), lora=LoraSettings(targets=()))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("c_attn",)])
+def test_a_model_without_linear_layers_gets_no_adapters(targets):
+    with pytest.raises(UserError, match=r"lora: GPT2LMHeadModel has no layer of the class torch\.nn\.Linear"):
+        make_trainer(gpt2(), lora=LoraSettings(targets=targets))
 
 
 def test_a_separate_critic_is_trained_in_float32_beside_frozen_weights_in_bfloat16(base):
