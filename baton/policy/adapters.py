@@ -171,7 +171,10 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # warnings about PEFT's own use of another library
         try:
-            merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+            found: Any = PeftModel.from_pretrained(base, str(directory))
+            if found.peft_config[_NAME].is_prompt_learning:
+                raise ValueError("it is a learned prompt, which cannot be merged into the weights of its base model")
+            merged: PreTrainedModel = found.merge_and_unload()
         except torch.OutOfMemoryError:
             raise  # the caller names the keys to change
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -188,7 +191,9 @@ def base_of_adapter(directory: Path) -> str | None:
         return None
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        base, revision = str(config["base_model_name_or_path"]), config.get("revision")
+        base, revision = config["base_model_name_or_path"], config.get("revision")
+        if not isinstance(base, str):
+            raise Damaged(f"{file} names no base model: set base_model_name_or_path to its directory or hub name")
         return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from error

@@ -245,3 +245,16 @@ def test_a_checkpoint_of_an_adapter_is_trained_on_merged_but_under_no_second_ada
     )
     with pytest.raises(UserError, match=r"adapter' holds an adapter, and \[lora\] would train a second one"):
         factory.make_trainer(setup, tiny_tokenizer())
+
+
+def test_an_adapter_without_a_base_model_and_a_learned_prompt_are_refused(base, tmp_path):
+    import peft
+
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(load(base), prompt).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for name, reason in ((str(base), "it is a learned prompt"), (None, "names no base model")):
+        file.write_text(json.dumps({**config, "base_model_name_or_path": name}))
+        with pytest.raises(UserError, match=reason):
+            load(tmp_path)
