@@ -7,7 +7,7 @@ already multiplied by the scale (alpha / rank), so an engine computes W = W_0 + 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.peft_utils import check_peft_version
 
 from baton.errors import Damaged, EngineFault, UserError, first_line
@@ -34,13 +33,11 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable float32 adapters. Every B starts at zero, so the model's output changes only
     after an update. The adapters are initialised on the CPU, and get values even if the model is on the meta device.
-    Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer, a layer that is not
-    linear, or a head that is tied to the embedding."""
+    Raises UserError when PEFT is missing, and the errors of `check_targets`."""
     _check_peft()
     from peft import LoraConfig
 
-    if settings.targets != "all-linear":
-        _check_targets(model, settings.targets)
+    check_targets(model, settings)
     path = str(model.name_or_path)
     is_local = Path(path).is_dir()
     name, _, revision = path.partition("@")
@@ -63,17 +60,24 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     model.eval()  # type: ignore[no-untyped-call]
 
 
-def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raise UserError for a target that matches no layer, a nonlinear layer, or a head that is tied to the
-    embedding."""
+def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Raise UserError if no layer of the model gets an adapter, or for a target that matches no layer, a nonlinear
+    layer, or a head that is tied to the embedding. The model may be on the meta device."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
     linear = ", ".join(_linear_layers(model))
-    for target in targets:
+    if not linear:  # GPT-2 has Conv1D, whose weights are transposed
+        raise UserError(
+            f"lora: {type(model).__name__} has no layer of the class torch.nn.Linear except its head, and only these "
+            "layers get adapters; remove [lora] to train all weights"
+        )
+    if not settings.targets:
+        raise UserError(f"lora.targets: got no layers; allowed are 'all-linear', or a list of {linear}")
+    for target in () if settings.targets == "all-linear" else settings.targets:
         found = [part for name, part in model.named_modules() if f".{name}".endswith(f".{target}")]
         what = f"lora.targets: got {target!r}, which"
         if not found and not any(f".{target}." in f".{name}." for name in all_tensors(model)):  # of all stages
             raise UserError(f"{what} matches no layer of {type(model).__name__}; its linear layers are {linear}")
-        if not all(isinstance(part, torch.nn.Linear | Conv1D) for part in found):
+        if not all(isinstance(part, torch.nn.Linear) for part in found):
             raise UserError(f"{what} matches a layer that is not linear; allowed are {linear}")
         if head in found and head.weight is getattr(embedding, "weight", None):
             raise UserError(
@@ -167,7 +171,10 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # warnings about PEFT's own use of another library
         try:
-            merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+            found: Any = PeftModel.from_pretrained(base, str(directory))
+            if found.peft_config[_NAME].is_prompt_learning:
+                raise ValueError("it is a learned prompt, which cannot be merged into the weights of its base model")
+            merged: PreTrainedModel = found.merge_and_unload()
         except torch.OutOfMemoryError:
             raise  # the caller names the keys to change
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -184,7 +191,9 @@ def base_of_adapter(directory: Path) -> str | None:
         return None
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        base, revision = str(config["base_model_name_or_path"]), config.get("revision")
+        base, revision = config["base_model_name_or_path"], config.get("revision")
+        if not isinstance(base, str):
+            raise Damaged(f"{file} names no base model: set base_model_name_or_path to its directory or hub name")
         return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from error

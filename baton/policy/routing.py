@@ -71,10 +71,7 @@ class RoutingReplay:
         with torch.no_grad(), self.recorded() as routing:
             run(model, lambda whole: whole(input_ids=ids, use_cache=False).logits)
         if not largest(float(bool(routing))) or routing.keys() != self._routers.keys():
-            raise UserError(
-                f"trainer.moe_replay: {type(model).__name__} has no routers, or routers that do not choose the experts "
-                "with the highest scores; allowed is 'off'"
-            )
+            raise no_replay(model)
 
     @contextmanager
     def recorded(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -131,6 +128,14 @@ class RoutingReplay:
         if self._recorded is not None and choice.experts is not None:
             self._recorded[name] = choice.experts.detach().to(torch.int16)
         return output
+
+
+def no_replay(model: PreTrainedModel) -> UserError:
+    """Return the error for a model whose routers cannot be replayed."""
+    return UserError(
+        f"trainer.moe_replay: {type(model).__name__} has no routers, or routers that do not choose the experts with "
+        "the highest scores; allowed is 'off'"
+    )
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, Any]:

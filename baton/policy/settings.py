@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from baton.settings import Settings
 
@@ -55,15 +55,29 @@ class ScratchSettings(Settings):
     vocab_size: int = Field(default=512, ge=265)
     """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 5 special tokens, 4 tags such as `<answer>`, and the
     merges. Each digit and symbol is one token. With the minimum 265, there are no merges."""
-    hidden_size: int = 128
+    hidden_size: int = Field(default=128, ge=1)
     """Width of the residual stream."""
-    num_layers: int = 4
+    num_layers: int = Field(default=4, ge=1)
     """Number of transformer blocks."""
-    num_heads: int = 4
-    """Number of query heads."""
-    num_kv_heads: int = 2
-    """Number of key/value heads."""
-    intermediate_size: int = 384
+    num_heads: int = Field(default=4, ge=1)
+    """Number of query heads. A head has hidden_size / num_heads values, rounded down; this must be an even number."""
+    num_kv_heads: int = Field(default=2, ge=1)
+    """Number of key/value heads, a divisor of `num_heads`."""
+    intermediate_size: int = Field(default=384, ge=1)
     """Width of the gated MLP."""
-    max_context_tokens: int = 1024
+    max_context_tokens: int = Field(default=1024, ge=1)
     """Maximum length of prompt plus response."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ScratchSettings:
+        size = self.hidden_size // self.num_heads
+        if size < 2 or size % 2:
+            raise ValueError(
+                f"num_heads: got {self.num_heads} with hidden_size = {self.hidden_size}, so a head has {size} values; "
+                "allowed are even numbers of values above 0"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: got {self.num_kv_heads} with num_heads = {self.num_heads}; allowed are divisors of it"
+            )
+        return self

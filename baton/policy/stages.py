@@ -29,7 +29,7 @@ class StageModel:
         """Cut `model` in place. `layers`: number of layers of each stage. Raises UserError if the model has no pipeline
         plan."""
         base: Any = model.base_model
-        before, after = _plan_of(model)
+        before, after = stages_plan(model)
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
@@ -82,7 +82,7 @@ def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return own if cut is None else {name: own.get(name, spec) for name, spec in cut.specs.items()}
 
 
-def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def stages_plan(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the base model's parts before its blocks (the embedding first), and the names of the parts
     after its blocks. Raises UserError if the model cannot be cut into stages."""
     base, shape = cast(Any, model.base_model), model.config.get_text_config()

@@ -39,6 +39,7 @@ SAFETENSORS_NAMES = {dtype_name(dtype): name for name, dtype in str_to_torch_dty
 """dtype → its name in safetensors files."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of unquantised tensors in safetensors files."""
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a file's metadata: the offset of each shard within its tensor, as torch.distributed.checkpoint writes it."""
@@ -227,9 +228,10 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
 
 def read_index(directory: Path) -> dict[str, str]:
     """Return the index of a model's files: name of a tensor → name of its file. The result is empty if there is no
-    index. Raises ValueError for a damaged index."""
+    index, or if all tensors are in one file: transformers then ignores an index, and does not delete that of an earlier
+    model when it saves a model. Raises ValueError for a damaged index."""
     path = directory / _INDEX
-    return read_index_file(path) if path.is_file() else {}
+    return read_index_file(path) if path.is_file() and not (directory / _SINGLE).is_file() else {}
 
 
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
@@ -239,7 +241,7 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
     With `is_exact`, returns None also if the files have further tensors. Raises SafetensorError for a damaged file, and
     ValueError for a damaged index or for quantised values of a tensor that is not quantised in the model.
     """
-    opened, single = _opener(), directory / "model.safetensors"
+    opened, single = _opener(), directory / _SINGLE
     where = read_index(directory)
     if not where and single.is_file():
         where = dict.fromkeys(opened(single).keys(), single.name)
@@ -341,7 +343,7 @@ def model_files(
                 size = 0
             size += num_bytes
             groups[-1][piece.name] = dtypes[name], piece.shape
-    names = ["model.safetensors"]
+    names = [_SINGLE]
     if len(groups) > 1:
         names = [f"model-{place:05}-of-{len(groups):05}.safetensors" for place in range(1, len(groups) + 1)]
         where = {key: name for name, group in zip(names, groups, strict=True) for key in group}

@@ -29,7 +29,7 @@ def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Pa
     """Split a model's layers over a one-dimensional mesh, in place. Returns the parameters whose gradients must be
     summed over the ranks. Raises UserError if the model has no supported `base_model_tp_plan`, or if the mesh's size
     does not divide the model's dimensions."""
-    plan = _plan_of(model, mesh.size())
+    plan = products_plan(model, mesh.size())
     base = cast(PreTrainedModel, model.base_model)
     parallelize_module(base, mesh, {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES})
     whole = [name for name, style in plan.items() if style in _WHOLE]
@@ -41,7 +41,7 @@ def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Pa
     ]
 
 
-def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
+def products_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     """Return the checked `base_model_tp_plan`: pattern of layer names in the base model → style of splitting."""
     kind, shape = type(model).__name__, model.config.get_text_config()
     plan: dict[str, str] = getattr(shape, "base_model_tp_plan", None) or {}

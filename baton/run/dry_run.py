@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from baton.cost.memory import stage_bytes
 from baton.errors import UserError
-from baton.policy.adapters import base_of_adapter
+from baton.policy.adapters import base_of_adapter, check_targets
 from baton.policy.load import check_weight_files, model_errors, read_config, torch_device
 from baton.policy.memory import available_bytes
 from baton.policy.reward_model import check_generative_model, check_reward_model
-from baton.policy.tokenizer import load_tokenizer
+from baton.policy.routing import no_replay, routers_of
+from baton.policy.stages import stages_plan
+from baton.policy.tensor_parallel import products_plan
+from baton.policy.tokenizer import check_model_path, load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import RewardScorer
@@ -37,6 +40,7 @@ from baton.run.tokenization import PromptEncoder
 from baton.specs.model import ModelSpec
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.factory import check_vocabulary
 from baton.trainer.memory import spec_of
 from baton.trainer.optimizer import Schedule
 
@@ -157,6 +161,9 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, Mode
     with model_errors(refused), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     check_support(choices_with(recipe, config))
+    _check_trainable(recipe, model)
+    if recipe.algorithm.kl_coef and recipe.algorithm.reference is not None:
+        _check_reference(recipe.algorithm.reference, config)
     check_reward_models(recipe)
     positions = _max_positions(config)
     if positions is not None and recipe.engine.max_context_tokens > positions:
@@ -168,6 +175,31 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, Mode
     if is_here:
         _check_memory(recipe, spec)
     return config, spec
+
+
+def _check_trainable(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Raise UserError if the model cannot be divided among ranks, adapted or replayed as the recipe asks."""
+    trainer = recipe.trainer
+    if recipe.lora is not None:
+        check_targets(model, recipe.lora)
+    if trainer.tensor_parallel > 1:
+        products_plan(model, trainer.tensor_parallel)
+    if trainer.num_stages > 1:
+        stages_plan(model)
+    if trainer.moe_replay != "off" and not routers_of(model):
+        raise no_replay(model)
+
+
+def _check_reference(path: str, policy: PretrainedConfig) -> None:
+    """Raise UserError if a reference model is missing or incomplete, or has another vocabulary than the policy."""
+    base = base_of_adapter(Path(path)) or path
+    try:
+        check_model_path(base)
+        check_weight_files(base)
+        config = read_config(base, f"model.path: {base!r} is not a causal LM")
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
+    check_vocabulary(path, config, policy)
 
 
 def check_reward_models(recipe: Recipe) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from baton.errors import UserError
 from baton.policy.adapters import base_of_adapter
@@ -82,10 +82,15 @@ def _load_reference(
         model = _load(setup, path or setup.model_path, torch_dtype(settings.dtype, device), device, parallel)
     except UserError as error:
         raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
-    sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+    check_vocabulary(path, model.config, policy.config)
+    return model.requires_grad_(False)
+
+
+def check_vocabulary(path: str | None, reference: PretrainedConfig, policy: PretrainedConfig) -> None:
+    """Raise UserError if the reference model in `path` and the policy have different vocabulary sizes."""
+    sizes = reference.get_text_config().vocab_size, policy.get_text_config().vocab_size
     if sizes[0] != sizes[1]:
         raise UserError(
             f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
             "allowed is a model with the policy's vocabulary"
         )
-    return model.requires_grad_(False)

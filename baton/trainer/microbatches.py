@@ -8,6 +8,7 @@ wrote. A row is one path of an episode. The paths of an episode may be in differ
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -44,7 +45,8 @@ MAX_MASK = 2**26
 a larger mask do not share their prompt."""
 
 ANY_SHAPE = (1, 1)
-"""A microbatch's row count and width are rounded up to multiples of these two numbers. (1, 1) adds no padding."""
+"""A microbatch's row count and width are rounded up to multiples of these two numbers, but the row count only as far as
+the maximum number of tokens allows (`filled`). (1, 1) adds no padding."""
 FEW_SHAPES = (8, 16)
 """Like `ANY_SHAPE`, for devices on which each new shape is expensive."""
 
@@ -182,21 +184,25 @@ def cut(
         others = [row for row in trained if not row.has_advantage and row.name in moved]
         kinds = [([row for row in trained if row.has_advantage], True), (others, False)]
     found = []
+    limits = share.limits(max_tokens_per_microbatch)
+    own_most = limits[share.rank]
     for kind, has_gradient in kinds:
         dealt = balanced([share.cost(len(row.token_ids)) for row in kind], share.size, share.speeds)
         by_rank = []
-        for places, most in zip(dealt, share.limits(max_tokens_per_microbatch), strict=True):
+        for places, most in zip(dealt, limits, strict=True):
             own = [kind[place] for place in places]
             by_rank.append(first_fit(own, most) if is_packed else under_budget(own, most, multiples))
         chunks = by_rank[share.rank]
         chunks += [[IDLE_ROW]] * (max(map(len, by_rank)) - len(chunks))
         if shares_prompts:
             shared = first_fit(kind, max_tokens_per_microbatch, shares_prompts=True)
-            separate = sum(cost(c, share, multiples, is_packed=is_packed) for c in chunks)
+            separate = sum(cost(c, share, multiples, own_most, is_packed=is_packed) for c in chunks)
             if sum(cost(c, share, shares_prompts=True) for c in shared) < separate:
                 found += [pad(c, device, multiples, has_gradient=has_gradient, shares_prompts=True) for c in shared]
                 continue
-        found += [pad(chunk, device, multiples, has_gradient=has_gradient, is_packed=is_packed) for chunk in chunks]
+        found += [
+            pad(chunk, device, multiples, own_most, has_gradient=has_gradient, is_packed=is_packed) for chunk in chunks
+        ]
     num_trained = sum(row.num_trained for row in trained)
     return MiniBatch(tuple(found), sum(row.path == 0 for row in all_rows), num_trained, tuple(trained))
 
@@ -219,7 +225,8 @@ def under_budget(
     sizes = [0] * len(ordered)
     for first in reversed(range(len(ordered))):
         most = max(1, min(len(ordered) - first, max_tokens // widths[first]))
-        costs = PASS_TOKENS + widths[first] * padded_rows[:most] + cost[first + 1 : first + 1 + most]
+        num_rows = np.minimum(padded_rows[:most], max(1, max_tokens // widths[first]))  # as `filled` gives them
+        costs = PASS_TOKENS + widths[first] * num_rows + cost[first + 1 : first + 1 + most]
         sizes[first] = int(costs.argmin()) + 1
         cost[first] = costs[sizes[first] - 1]
     chunks: list[list[TrainingSample]] = []
@@ -283,6 +290,7 @@ def cost(
     chunk: Sequence[TrainingSample],
     share: BatchShare = ALONE,
     multiples: tuple[int, int] = ANY_SHAPE,
+    max_tokens: int = sys.maxsize,
     *,
     is_packed: bool = False,
     shares_prompts: bool = False,
@@ -297,7 +305,8 @@ def cost(
     if not shares_prompts:
         sizes = [len(row.token_ids) for row in chunk]
         if not is_packed:
-            sizes = [round_up(max(sizes), multiples[1])] * round_up(len(sizes), multiples[0])
+            width = round_up(max(sizes), multiples[1])
+            sizes = [width] * filled(len(sizes), width, multiples[0], max_tokens)
         return PASS_TOKENS + sum(map(share.cost, sizes))
     total = float(PASS_TOKENS + ROW_TOKENS * len(chunk))
     for prompt, group in groupby(chunk, key=prompt_of):
@@ -318,10 +327,16 @@ def round_up(count: Any, multiple: int) -> Any:
     return -(-count // multiple) * multiple
 
 
+def filled(num_rows: int, width: int, multiple: int, max_tokens: int) -> int:
+    """Round a number of rows up to a multiple, or only to the most rows of `width` tokens within `max_tokens`."""
+    return max(num_rows, min(int(round_up(num_rows, multiple)), max_tokens // width))
+
+
 def pad(
     chunk: Sequence[TrainingSample],
     device: torch.device,
     multiples: tuple[int, int] = ANY_SHAPE,
+    max_tokens: int = sys.maxsize,
     *,
     has_gradient: bool = True,
     is_packed: bool = False,
@@ -329,13 +344,14 @@ def pad(
 ) -> MicroBatch:
     """Return a microbatch of rows padded on the right.
 
-    Columns and empty rows are added until row count and width are multiples of `multiples`. `is_packed`: forward passes
+    Columns and empty rows are added until row count and width are multiples of `multiples`; no empty row is added that
+    would exceed `max_tokens` tokens. `is_packed`: forward passes
     concatenate the rows. `shares_prompts`: forward passes concatenate the rows, and consecutive rows with the same
     prompt share the prompt.
     """
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
-    num_rows = round_up(len(chunk), multiples[0])
+    num_rows = filled(len(chunk), width, multiples[0], max_tokens)
 
     def laid(values: Callable[[TrainingSample], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
         """Return a [B, K] tensor on the host with the [L] values of each row, and 0 at other positions."""

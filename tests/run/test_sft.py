@@ -235,6 +235,22 @@ def test_a_context_that_the_evaluation_exceeds_is_refused_before_the_training(tm
         load_recipe(WarmStart, path, ["scratch.max_context_tokens=512"])
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ("hidden_size=0", r"scratch\.hidden_size: got 0, input should be greater than or equal to 1"),
+        ("num_heads=3", r"num_heads: got 3 with hidden_size = 33, so a head has 11 values; allowed are even numbers"),
+        ("num_heads=40", r"num_heads: got 40 with hidden_size = 33, so a head has 0 values; allowed are even numbers"),
+        ("num_kv_heads=3", r"num_kv_heads: got 3 with num_heads = 4; allowed are divisors of it"),
+    ],
+)
+def test_a_model_of_an_impossible_shape_is_refused(shape: str, reason: str, tmp_path: Path) -> None:
+    path = write_warm_start(tmp_path / "warm.toml", 'data = "rows.jsonl"')
+    shapes = {"hidden_size": "33", "num_heads": "4", "num_kv_heads": "2", **dict([shape.split("=")])}
+    with pytest.raises(UserError, match=reason):
+        load_recipe(WarmStart, path, [f"scratch.{key}={value}" for key, value in shapes.items()])
+
+
 def test_a_warm_start_whose_evaluation_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None:
     path = write_warm_start(tmp_path / "warm.toml", "")
     with path.open("a") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,30 @@ def test_a_configuration_with_a_wrong_value_is_refused(
 def test_weights_that_do_not_match_the_configuration_are_refused(path: Path) -> None:
     changed(path, vocab_size=80)
     assert "lm_head.weight has shape [64, 32], but config.json gives [80, 32]" in refusal(loaded, path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("lora.rank=2", "lora.targets=['nothing']"), r"lora.targets: got 'nothing', which matches no layer"),
+        (("trainer.ranks=4", "trainer.tensor_parallel=4"), r"trainer.tensor_parallel: got 4, but Qwen3ForCausalLM has"),
+        (("trainer.moe_replay=proximal",), r"trainer.moe_replay: Qwen3ForCausalLM has no routers"),
+        (("algorithm.kl_coef=1", "algorithm.reference=/nowhere"), "algorithm.reference: there is no directory"),
+        (("algorithm.kl_coef=1", "algorithm.reference={cut}"), "algorithm.reference: .* is damaged"),
+        (("algorithm.kl_coef=1", "algorithm.reference={other}"), "algorithm.reference: .* has a vocabulary of 48"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_trainer_cannot_do_with_the_model(
+    overrides: tuple[str, ...], reason: str, path: Path, tmp_path: Path
+) -> None:
+    tiny_model(vocab_size=48).save_pretrained(tmp_path / "other")
+    cut = shutil.copytree(path, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-4])
+    file = write_recipe(tmp_path / "recipe.toml", path, tmp_path)
+    given = [each.format(cut=cut.parent, other=tmp_path / "other") for each in overrides]
+    with pytest.raises(UserError, match=reason) as refused:
+        check_room(load_recipe(Recipe, file, given), is_here=False)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_refused(path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from test_packing import gpt2
 from trainer_cases import are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -173,6 +174,14 @@ def test_targets_may_be_named_and_must_exist(base):
         make_trainer(load(base), lora=LoraSettings(targets=("q_proj", "embed_tokens")))
     with pytest.raises(UserError, match=r"got 'lm_head', which is the head, but .* ties its head to the embedding"):
         make_trainer(tiny_model(tie_word_embeddings=True), lora=LoraSettings(targets=("lm_head",)))
+    with pytest.raises(UserError, match=r"lora\.targets: got no layers; allowed are 'all-linear'"):
+        make_trainer(load(base), lora=LoraSettings(targets=()))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("c_attn",)])
+def test_a_model_without_linear_layers_gets_no_adapters(targets):
+    with pytest.raises(UserError, match=r"lora: GPT2LMHeadModel has no layer of the class torch\.nn\.Linear"):
+        make_trainer(gpt2(), lora=LoraSettings(targets=targets))
 
 
 def test_a_separate_critic_is_trained_in_float32_beside_frozen_weights_in_bfloat16(base):
@@ -236,3 +245,16 @@ def test_a_checkpoint_of_an_adapter_is_trained_on_merged_but_under_no_second_ada
     )
     with pytest.raises(UserError, match=r"adapter' holds an adapter, and \[lora\] would train a second one"):
         factory.make_trainer(setup, tiny_tokenizer())
+
+
+def test_an_adapter_without_a_base_model_and_a_learned_prompt_are_refused(base, tmp_path):
+    import peft
+
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(load(base), prompt).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for name, reason in ((str(base), "it is a learned prompt"), (None, "names no base model")):
+        file.write_text(json.dumps({**config, "base_model_name_or_path": name}))
+        with pytest.raises(UserError, match=reason):
+            load(tmp_path)

@@ -254,7 +254,7 @@ def padded_tokens(lengths, budget, multiples):
     for size in range(1, len(lengths) + 1):
         if size > 1 and size * width > budget:
             break
-        filled = -(-size // multiples[0]) * multiples[0]
+        filled = max(size, min(-(-size // multiples[0]) * multiples[0], budget // width))
         ways.append(PASS_TOKENS + filled * width + padded_tokens(lengths[size:], budget, multiples))
     return min(ways)
 
@@ -264,8 +264,16 @@ def padded_tokens(lengths, budget, multiples):
 )
 def test_no_other_cut_has_fewer_padded_tokens(lengths, budget, multiples):
     chunks = under_budget([row_of(length) for length in lengths], budget, multiples)
-    found = sum(PASS_TOKENS + pad(chunk, CPU, multiples).inputs.input_ids.numel() for chunk in chunks)
+    found = sum(PASS_TOKENS + pad(chunk, CPU, multiples, budget).inputs.input_ids.numel() for chunk in chunks)
     assert found == padded_tokens(sorted(lengths, reverse=True), budget, multiples)
+
+
+@given(st.lists(st.integers(2, 300), min_size=1, max_size=9), st.integers(1, 1500))
+def test_empty_rows_do_not_exceed_the_maximum_of_a_microbatch(lengths, budget):
+    rows = [row_of(length) for length in lengths]
+    for micro in cut(rows, max_tokens_per_microbatch=budget, device=CPU, multiples=FEW_SHAPES).microbatches:
+        num_rows, width = micro.inputs.input_ids.shape
+        assert num_rows * width <= budget or num_rows == 1  # a longer row forms a microbatch alone
 
 
 def test_few_shapes_are_made_of_columns_and_rows_that_nobody_sees():

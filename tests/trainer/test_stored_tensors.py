@@ -137,11 +137,24 @@ def test_files_in_another_arrangement_are_loaded_whole(tmp_path: Path, caplog: p
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b"{", b"\xff"])
 def test_a_damaged_index_of_weight_files_is_refused(content: bytes, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(UserError, match=r"index\.json is not an index of weight files"):
         check_weight_files(str(tmp_path))
     with pytest.raises(UserError, match=r"index\.json is not an index of weight files"):
         open_weights(str(tmp_path), load_empty(str(tmp_path), dtype=torch.float32))
+
+
+def test_the_index_of_an_earlier_model_in_the_same_directory_is_ignored(tmp_path: Path) -> None:
+    """transformers deletes the earlier files, but not their index, and loads `model.safetensors`."""
+    tiny_model(seed=0).save_pretrained(tmp_path, max_shard_size="10KB")
+    whole = tiny_model(seed=1)
+    whole.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    check_weight_files(str(tmp_path))
+    model = load_empty(str(tmp_path), dtype=torch.float32)
+    fill_model(model, open_weights(str(tmp_path), model), CPU)
+    assert weights_digest(policy_tensors(model)) == weights_digest(policy_tensors(whole))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
