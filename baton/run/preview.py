@@ -67,9 +67,9 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
     slowest = max(fastest, wanted * seconds / generated)
     mean = generated / len(lengths_tokens)
     yield (
-        f"generation of a step: {_rounded(fastest)} to {_rounded(slowest)} s for {needs.trajectories_per_step} responses of "
-        f"{mean:.3g} tokens on average, estimated from {len(lengths_tokens)} responses in {_rounded(seconds)} s; "
-        "training not included"
+        f"generation of a step: {_rounded(fastest)} to {_rounded(slowest)} s for {needs.trajectories_per_step} "
+        f"responses of {mean:.3g} tokens on average, estimated from {len(lengths_tokens)} responses in "
+        f"{_rounded(seconds)} s; training not included"
     )
     used = ", ".join(f"{process.name} {gib(process.num_bytes)}" for process in needs.processes)
     free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"
