@@ -24,6 +24,7 @@ _PLACES = {
     "Callback": "api",
     "Sample": "run.trajectories",
     "Evaluation": "records.evaluation",
+    "UserError": "errors",
     "sft": "sft",
     "plan": "plan",
     "simulate": "simulate",

@@ -7,6 +7,7 @@ from baton.api import TrainableRecipe
 from baton.api import evaluate as evaluate
 from baton.api import preview as preview
 from baton.api import train as train
+from baton.errors import UserError as UserError
 from baton.records.evaluation import Evaluation as Evaluation
 from baton.run.trajectories import Sample as Sample
 

@@ -36,23 +36,31 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON. Characters that `visible` would replace become JSON escapes."""
+    """Print a value as JSON. Characters that `visible` would replace become JSON escapes; without UTF-8, so do all
+    characters beyond ASCII."""
     text = msgspec.json.format(msgspec.json.encode(value, enc_hook=lambda settings: settings.model_dump())).decode()
+    text = _spelled(text, "\n", lambda character: json.dumps(character)[1:-1])
+    if not out.encoding.startswith("utf"):
+        text = "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in text)
     try:
-        out.file.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
+        out.file.write(text + "\n")
         out.file.flush()
     except BrokenPipeError:
         out.on_broken_pipe()
 
 
 class Console(rich.console.Console):
-    """A console that escapes everything it prints."""
+    """A console that escapes everything it prints, also characters that its output cannot encode."""
 
     ends_when_closed = True
     """Whether the command exits when its standard output is closed, as in `baton tasks | head`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
+
+    @property
+    def encoding(self) -> str:  # rich assumes UTF-8 for standard output and standard error
+        return (getattr(self.file, "encoding", None) or "utf-8").lower()
 
     def on_broken_pipe(self) -> None:
         """Discard all further output after the reader has closed the pipe. Raises SystemExit for standard output,
@@ -72,7 +80,10 @@ class Console(rich.console.Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield segment if segment.control else segment._replace(text=self._encodable(visible(segment.text)))
+
+    def _encodable(self, text: str) -> str:
+        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
 class LogFormatter(logging.Formatter):

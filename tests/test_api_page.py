@@ -53,6 +53,12 @@ def test_the_page_names_every_public_name() -> None:
     assert not [name for name in dir(baton) if name[0] != "_" and f"baton.{name}" not in PAGE]
 
 
+def test_every_name_of_the_package_on_the_page_exists() -> None:
+    assert "UserError" in PAGE
+    assert issubclass(baton.UserError, ValueError)
+    assert not [name for name in re.findall(r"`baton\.(\w+)", PAGE) if not hasattr(baton, name)]
+
+
 def test_the_readme_makes_the_call_of_the_first_example() -> None:
     """By position, for the width of its page."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]

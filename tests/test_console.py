@@ -27,7 +27,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
-from baton.console import Console, LogFormatter, print_json, visible
+from baton.console import Console, LogFormatter, out, print_json, visible
 from baton.planner.compare import Alternative
 from baton.planner.problem import Inputs
 from baton.planner.result import PlanResult
@@ -115,6 +115,23 @@ def test_json_has_the_same_value_and_nothing_but_escapes_of_what_controls(capsys
     text = capsys.readouterr().out
     assert json.loads(text) == value
     assert not controls(text)
+
+
+def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a locale without UTF-8. JSON keeps its value."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
+    out.print("0.4 → 0.9 é")
+    out.print(Panel("a response"))
+    text, _, panel = printed.getvalue().decode("latin-1").partition("\n")
+    assert text == "0.4 \\u2192 0.9 é"
+    assert "a response" in panel
+    assert panel.isascii()
+    assert "\\u" not in panel
+    printed.truncate(0)
+    printed.seek(0)
+    print_json(["é → 🙂"])
+    assert json.loads(printed.getvalue()) == ["é → 🙂"]
 
 
 def test_log_lines_are_spelled_out() -> None:

@@ -50,6 +50,11 @@ def test_a_preview_returns_four_responses_to_each_prompt_and_the_needs(shown: Ca
     assert not Path("runs").exists()
 
 
+def test_a_long_step_is_predicted_without_an_exponent(shown: Callable[..., Any]) -> None:
+    _, lines = shown(QUESTIONS, evenness, **{"rollout.batch_groups": 40_000})
+    assert re.match(r"generation of a step: [\d.]+ to [\d.]+ s for \d+ responses", lines[-2])
+
+
 def test_no_answer_in_the_format(shown: Callable[..., Any]) -> None:
     samples, lines = shown(QUESTIONS, "correct", answer_format="boxed")
     assert {s.parsed for s in samples} == {None}

@@ -67,6 +67,8 @@ def test_the_shipped_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert "finished\n" in "".join(texts)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert "finished\n" in "".join(output.get("text", "") for output in outputs)
+    shown = "".join(output.get("data", {}).get("text/plain", "") for output in outputs)
+    assert "rewards differ, so training can begin\n" in shown, "the preview has no advice: the model can learn it"
     assert (tmp_path / "exported" / "model.safetensors").is_file()

@@ -253,7 +253,8 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
             played = {"num_turns": 1 + len(call.turns), "turn_scores": [one.reward for one in episode.exchanges]}
             extra_info = {**(extra_info or {}), **played}
         source = columns.get("data_source", prompt.task)
-        return function(data_source=source, solution_str=call.response, ground_truth=raw, extra_info=extra_info)
+        texts = {"solution_str": call.response, "ground_truth": raw}
+        return function(**_accepted(function, {"data_source": source, **texts, "extra_info": extra_info}))
     arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
     if prompt.is_conversation:
         arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]

@@ -67,10 +67,15 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
     slowest = max(fastest, wanted * seconds / generated)
     mean = generated / len(lengths_tokens)
     yield (
-        f"generation of a step: {fastest:.2g} to {slowest:.2g} s for {needs.trajectories_per_step} responses of "
-        f"{mean:.3g} tokens on average, estimated from {len(lengths_tokens)} responses in {seconds:.2g} s; "
-        "training not included"
+        f"generation of a step: {_rounded(fastest)} to {_rounded(slowest)} s for {needs.trajectories_per_step} "
+        f"responses of {mean:.3g} tokens on average, estimated from {len(lengths_tokens)} responses in "
+        f"{_rounded(seconds)} s; training not included"
     )
     used = ", ".join(f"{process.name} {gib(process.num_bytes)}" for process in needs.processes)
     free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"
     yield f"memory: {used}{free}"
+
+
+def _rounded(seconds: float) -> str:
+    """Return a number with two significant digits, without an exponent below a million."""
+    return f"{float(f'{seconds:.2g}'):g}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from baton.environments.calls import ToolFormat
 from baton.environments.token_bridge import TokenBridge
+from baton.errors import UserError, first_line
 from baton.policy.tokenizer import Tokenizer
 from baton.records.trace import Tracer
 from baton.rewards.scorer import Finished, Response, RewardScorer
@@ -33,9 +34,20 @@ class PromptEncoder:
         return None if self.bridge is None else self.bridge.tool_format
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the ids of a prompt, including the ids that start the policy's turn."""
+        """Return the ids of a prompt, including the ids that start the policy's turn. Raises UserError if the chat
+        template refuses the messages of a single-turn prompt."""
         if self.bridge is None or prompt.task not in self._multi_turn:
-            return self.tokenizer.prompt_ids(prompt.messages)
+            try:
+                return self.tokenizer.prompt_ids(prompt.messages)
+            except Exception as error:  # a template is a program and may raise any exception
+                roles = ", ".join(message.role for message in prompt.messages)
+                advice = "change the messages in the data, or choose another model"
+                if not prompt.is_conversation and len(prompt.messages) > 1:
+                    advice = "set answer.instruct = false, and state the answer format in the prompts"
+                raise UserError(
+                    f"task {prompt.task!r}: the model's chat template refuses messages with the roles {roles}: "
+                    f"{first_line(error)}; {advice}"
+                ) from error
         return self.bridge.prompt(prompt.messages, prompt.metadata.get("tools", ()))
 
     def num_tokens(self, prompt: Prompt) -> int:

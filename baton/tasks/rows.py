@@ -67,7 +67,8 @@ def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
                     f"{what}: {where} has an integer of more than 64 bits; write it as text, in quotation marks"
                 ) from error
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise UserError(f"{what}: {where} is not a JSON object: {error}") from error
+                hint = "; allowed is JSONL (one object per line), or parquet in a file .parquet" if number == 1 else ""
+                raise UserError(f"{what}: {where} is not a JSON object: {error}{hint}") from error
             yield where, row
 
 

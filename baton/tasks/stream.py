@@ -344,11 +344,18 @@ class TaskMixture:
                 if prompts and or_fewer:
                     break
                 advice = "raise engine.max_context_tokens, because other prompts are too long, or " * bool(too_long)
+                if not isinstance(task, FileTask):
+                    advice += "request fewer, or widen its params"
+                elif prompts or name in self._tests:
+                    advice += "request fewer, or add rows"
+                else:
+                    advice += (
+                        "add rows, give a test set ([[eval.task]]; eval_data in Python), or train without evaluations "
+                        "(eval.enabled = false)"
+                    )
                 raise TaskExhausted(
                     f"task {name!r} has only {len(prompts)} distinct held-out problems ({HELD_OUT_PERCENT} % of all), "
-                    f"but {share} were requested: {advice}request fewer, or widen its params"
-                    + _CANONICAL
-                    * isinstance(task, EnvironmentTask)
+                    f"but {share} were requested: {advice}" + _CANONICAL * isinstance(task, EnvironmentTask)
                 )
         return prompts
 

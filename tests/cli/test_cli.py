@@ -362,6 +362,22 @@ def test_a_model_without_chat_template_is_refused(small: Any, tmp_path: Path) ->
     assert "has no chat template" in mistake("train", small.recipe, f"model.path={model}", "--dry-run")
 
 
+@pytest.mark.parametrize(
+    ("instruct", "role", "advice"),
+    [("true", "system", "set answer.instruct = false"), ("false", "user", "change the messages in the data")],
+)
+def test_messages_that_the_chat_template_refuses_are_one_sentence(
+    small: Any, tmp_path: Path, instruct: str, role: str, advice: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small.model, model)
+    check = f"{{% if messages[0].role == '{role}' %}}{{{{ raise_exception('no such role') }}}}{{% endif %}}"
+    (model / "chat_template.jinja").write_text(check + (model / "chat_template.jinja").read_text())
+    sentence = mistake("train", small.recipe, f"model.path={model}", f"answer.instruct={instruct}", "--dry-run")
+    assert re.search(rf"the model's chat template refuses messages with the roles {role}.*: no such role; ", sentence)
+    assert advice in sentence
+
+
 def test_the_program_prints_a_mistake_as_one_line_without_traceback_and_exits_with_2(tmp_path: Path) -> None:
     done = baton("train", tmp_path / "[bold]none.toml")
     assert (done.returncode, done.stdout) == (2, "")

@@ -130,6 +130,9 @@ def ranks(prompts, completions, completion_ids, **columns):
 def scores_some(prompts, completions, **columns):
     return [None if c == "none" else float("nan") if c == "nan" else 1e7 if c == "huge" else 1.0 for c in completions]
 
+def compute_score(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
 def verl_huge(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float("inf")}
 

@@ -171,6 +171,11 @@ def test_numbers_of_numpy_truth_values_and_the_bound_itself_are_rewards(function
     assert found[5].cause is FailureCause.MALFORMED
 
 
+def test_a_verl_function_may_have_fewer_parameters(functions: str) -> None:
+    """As verl's own scorer of GSM8K, `compute_score(solution_str, ground_truth)`."""
+    assert [j.reward for j in judge_many(judge_with(functions, "compute_score"), ["2", "3"])] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("weights", [(2.0,), (-1e300,), (1e308, -1e308)])
 def test_a_weighted_sum_beyond_the_bound_is_a_failure(functions: str, weights: tuple[float, ...]) -> None:
     """1e6 · 2; and 1e6 · 1e308 − 1e6 · 1e308, which is infinity minus infinity."""

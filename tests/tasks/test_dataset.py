@@ -55,6 +55,15 @@ def test_a_file_with_too_few_held_out_rows_says_how_many_there_are(tmp_path: Pat
         mixture.held_out(64)
 
 
+def test_a_file_without_held_out_rows_says_how_a_run_starts_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"prompt": "1+1", "answer": 2}\n')
+    mixture = TaskMixture([TaskSettings(name="mine", path=str(path))], AnswerSettings())
+    ways = r"has only 0 .* add rows, give a test set \(\[\[eval.task\]\].*\(eval.enabled = false\)$"
+    with pytest.raises(TaskExhausted, match=ways):
+        mixture.held_out(64, or_fewer=True)
+
+
 @pytest.mark.parametrize(
     ("answer", "reference", "score"),
     [
@@ -120,6 +129,12 @@ def test_a_byte_order_mark_is_no_text_and_an_array_is_no_jsonl(tmp_path: Path) -
     path.write_text('[{"prompt": "?", "answer": 1}]')
     with pytest.raises(UserError, match=r"q.jsonl has a JSON array; allowed is JSONL, with one object per line"):
         FileTask("mine", str(path))
+
+
+def test_a_file_of_another_format_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("prompt,answer\n1+1,2\n")
+    with pytest.raises(UserError, match=r"q.csv, line 1 is not a JSON object: .*; allowed is JSONL .*, or parquet"):
+        FileTask("mine", str(tmp_path / "q.csv"))
 
 
 def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
