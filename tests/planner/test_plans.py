@@ -177,6 +177,12 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
             (tmp_path / "other.json").write_text(json.dumps(tree))
             with pytest.raises(UserError, match=rf"is not a plan: .*length >= 1.*{part}"):
                 read_plan(tmp_path / "other.json")
+    for key, value in (("batch", 0), ("tp", 0), ("tokens_per_s", -1.0), ("layers", [])):
+        tree = json.loads((tmp_path / "plan.json").read_text())
+        tree["replicas"][0][key] = value
+        (tmp_path / "other.json").write_text(json.dumps(tree))
+        with pytest.raises(UserError, match=rf"is not a plan: Expected .*{key}"):
+            read_plan(tmp_path / "other.json")
     for tree, sentence in (
         (
             {"format": 2, "stages": "elsewhere"},
