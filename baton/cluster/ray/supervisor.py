@@ -226,7 +226,7 @@ class RayWorkerSupervisor:
                     self._access.weigh(spec.name, spec.weight)
                     self._log(f"new share: {spec.words}")
                 case sv.Replan():
-                    self._plan = begin(partial(self._planner.replan_workers, self._machines))
+                    self._plan = begin(partial(self._planner.replan_workers, self._machines, self._stopping.is_set))
                 case sv.TrainerLost(machine=machine):
                     self._fault = self._fault or RankLost(
                         f"machine {machine}, which runs a trainer rank, has left the cluster; {HOW_TO_GO_ON}"
