@@ -274,7 +274,8 @@ class RayWorkerSupervisor:
         if host in ("0.0.0.0", "::"):
             host = self._cluster.own_address
         url = f"{hub.scheme}://{f'[{host}]' if ':' in host else host}:{hub.port}"
-        command = [url, "--slots", str(spec.slots), "--threads", str(spec.threads), "--device", recipe.model.device]
+        command = [url, "--slots", str(spec.slots), "--threads", str(spec.threads)]
+        command += ["--device", recipe.model.device.partition(":")[0]]  # the worker sees only its own GPUs
         command += engine_arguments(recipe.engine.kind, spec, self._planner.servers)
         if spec.ranks:
             command.append("--sleeps")
