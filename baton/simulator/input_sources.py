@@ -27,15 +27,12 @@ from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
 from baton.simulator.timing import CostSpeed, FlatSpeed, kv_tokens, rewards_differ, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
-from baton.specs.plan import Plan, Replica
+from baton.specs.plan import RATED_SLOTS, Plan, Replica
 from baton.specs.workload import LengthSettings, Workload
 from baton.swarm.leases import LeaseRules
 
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
-RATED_SLOTS = 64
-"""Assumed number of slots of an engine in a plan that was made from a table of token rates. Such a plan does not state
-batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from baton.specs.workload import Workload
 
 Method = Literal["exact", "paper"]
 FORMAT = 1
+RATED_SLOTS = 64
+"""Assumed number of trajectories that an engine generates at once, in a plan that was made from a table of token rates.
+The table does not state this number."""
 PROVEN = 1e-6
 """A plan counts as proven optimal if `Bound.gap` is below this value."""
 
