@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.cost.efficiency import Efficiencies
 from baton.errors import UserError
+from baton.planner.colocated import make_colocated_plan
 from baton.planner.problem import Inputs
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan, read_plan, write_plan
@@ -219,6 +220,14 @@ def test_without_overlap_the_sides_take_turns() -> None:
     b = plan.breakdown
     assert b.step_s == pytest.approx(b.sync_s + b.rollout_s + b.reward_s + b.train_s)
     assert plan.mean_staleness == 0
+
+
+def test_a_colocated_plan_does_not_name_the_staleness_bound_as_its_only_limit() -> None:
+    """The bound is 4 here; all trajectories of a batch run at once."""
+    plan = make_colocated_plan(inputs(cluster(("Fast", 2), fast_gb=8.0), max_staleness=4, engine={"max_batch": 24}))
+    assert any("or both use the same GPUs" in sentence for sentence in plan.limits)
+    assert not any("max_staleness allows" in sentence for sentence in plan.limits)
+    assert any("a batch has 24 running trajectories, and 24 run" in sentence for sentence in plan.limits)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4])
