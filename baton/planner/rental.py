@@ -65,7 +65,7 @@ class OffersSettings(Settings):
     """New GPU types, or changes to GPU types of the catalogue, by name."""
 
     @model_validator(mode="after")
-    def _is_whole(self) -> OffersSettings:
+    def _has_known_gpus(self) -> OffersSettings:
         gpus = gpu_types(self.gpu)
         for place, offer in enumerate(self.offers):
             find_gpu(offer.gpu, gpus, f"offers.{place}.gpu")
