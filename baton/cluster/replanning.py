@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -68,9 +68,10 @@ class Replanner:
         """Names of the GPU types that the cluster file defines in addition to the catalogue."""
         return () if self._base is None else tuple(self._base.gpu)
 
-    def replan_workers(self, machines: Sequence[Machine]) -> ReplanResult:
+    def replan_workers(self, machines: Sequence[Machine], is_over: Callable[[], bool] = lambda: False) -> ReplanResult:
         """Make a plan that keeps the trainer on its GPUs. `machines`: machines of the cluster, with their names in the
-        plan. If no such plan exists, the result keeps the current workers; no error is raised."""
+        plan. If no such plan exists, the result keeps the current workers; no error is raised. If `is_over()` is true
+        when the new plan is ready, the current plan is kept too, because the trainer has stopped in the meantime."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
         if self.plan.is_colocated:
@@ -87,6 +88,8 @@ class Replanner:
             workers = place(chosen.plan, machines, first_worker=self._next_worker).workers
         except BatonError as error:
             return ReplanResult(None, f"there is no new plan, so the current workers continue: {error}")
+        if is_over():
+            return ReplanResult(None, "the trainer has stopped, so the new plan is not used")
         self._next_worker += len(workers)
         before_s = self.plan.breakdown.step_s
         self._adopt(chosen.plan)

@@ -24,6 +24,7 @@ from baton.planner.problem import (
     sync_table,
 )
 from baton.planner.training_shapes import MAX_SHAPES, mixed_orders, train_table
+from baton.specs.plan import RATED_SLOTS
 
 
 def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
@@ -92,7 +93,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     train = np.array([rates.rates[pool.gpu].train for pool in pools.pools])
     layers = (inputs.model.num_layers,)
     columns = tuple(
-        ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
+        ReplicaShape(index, ReplicaCost(1, 1, layers, RATED_SLOTS, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
     # this problem divides a pipeline's layers in proportion to rates; only the idealised trainer supports this

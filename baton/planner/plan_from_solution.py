@@ -295,7 +295,8 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
     found = []
     if not b.overlaps:
         found.append(
-            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) alternate because max_staleness is 0"
+            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) alternate, because max_staleness is 0 "
+            "or both use the same GPUs"
         )
     elif b.train_s >= filled:
         found.append(f"training is the bottleneck: {seconds(b.train_s)}; rollout and scoring take {seconds(filled)}")
@@ -307,7 +308,8 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
         found.append(f"scoring a batch takes {seconds(problem.step.scoring_s)}, longer than generating it")
     running = sum(replica.batch for replica in plan.replicas)
     if np.isfinite(problem.step.max_running) and running > 0.9 * problem.step.max_running:
-        found.append(f"max_staleness allows {problem.step.max_running:.0f} running trajectories, and {running} run")
+        allows = "max_staleness allows" if b.overlaps else "a batch has"
+        found.append(f"{allows} {problem.step.max_running:.0f} running trajectories, and {running} run")
     paused = [replica.pause_s for replica in plan.replicas]
     if paused and max(paused) > 0.1 * b.rollout_s:
         what = "prefilling running trajectories again after each version" if b.overlaps else "the tail of each batch"

@@ -14,7 +14,7 @@ from itertools import product
 
 import msgspec
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from baton.clock import time_left
 from baton.errors import UserError
@@ -24,7 +24,15 @@ from baton.planner.problem import AssignmentProblem, Bools, Floats, Inputs, Ints
 from baton.planner.reward_stage import plan_with_reward
 from baton.planner.what_if import PricePoint
 from baton.settings import Settings
-from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, MachineSettings, NodeSettings
+from baton.specs.cluster import (
+    ClusterSettings,
+    GpuSettings,
+    LinkSettings,
+    MachineSettings,
+    NodeSettings,
+    find_gpu,
+    gpu_types,
+)
 from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
@@ -56,9 +64,18 @@ class OffersSettings(Settings):
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
     """New GPU types, or changes to GPU types of the catalogue, by name."""
 
+    @model_validator(mode="after")
+    def _has_known_gpus(self) -> OffersSettings:
+        gpus = gpu_types(self.gpu)
+        for place, offer in enumerate(self.offers):
+            find_gpu(offer.gpu, gpus, f"offers.{place}.gpu")
+        return self
+
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
+        """Return the cluster of these numbers of machines of each offer, without links to GPU types that it lacks. Only
+        `build` of the result checks the values."""
         nodes = tuple(
-            NodeSettings(
+            NodeSettings.model_construct(
                 **offer.model_dump(exclude={"max_nodes"}),
                 count=count,
                 name=f"{offer.gpu.lower()}x{offer.gpus}-{index}",
@@ -66,7 +83,10 @@ class OffersSettings(Settings):
             for index, (offer, count) in enumerate(zip(self.offers, counts, strict=True))
             if count
         )
-        return ClusterSettings(name=self.name, links=self.links, nodes=nodes, gpu=self.gpu)
+        absent = {offer.gpu for offer in self.offers} - {node.gpu for node in nodes}
+        between = tuple(each for each in self.links.between if not absent & set(each.ends))
+        links = self.links.model_copy(update={"between": between})
+        return ClusterSettings.model_construct(name=self.name, links=links, nodes=nodes, gpu=self.gpu)
 
 
 class RentalChoice(msgspec.Struct, frozen=True):

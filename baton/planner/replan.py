@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 
 from baton.errors import UserError
-from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solution, solve_exact
 from baton.planner.instance import make_problem, with_table
 from baton.planner.plan_from_solution import describe
 from baton.planner.problem import AssignmentProblem, Inputs, Ints, TrainTable
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.reward_stage import stage_choices
-from baton.planner.solve import restricted, solve
+from baton.planner.solve import make_plan, restricted, solve
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan, RewardStage
@@ -95,8 +95,13 @@ def replan(
     program = RolloutProgram(problem)
     kept = _surviving(problem, running, there)
     row = _same_shape(problem, running, there)
-    richer, anew = solve(problem, "exact", time_limit_s)
-    ways: list[tuple[str, AssignmentProblem, Solution | None]] = [("everything new", richer, anew)]
+    ways: list[tuple[str, AssignmentProblem, Solution | None]] = []
+    if running.training.is_mixed:  # `make_plan` does not consider this mixed stage
+        richer, anew = solve(problem, "exact", time_limit_s)
+        new, least_s = describe(richer, anew, "exact", prefer), anew.bound_s
+    else:
+        new = make_plan(inputs, time_limit_s=time_limit_s, prefer=prefer)
+        least_s = new.bound.step_s
     if row is not None:
         narrowed = _only(problem, row)
         ways += [
@@ -105,16 +110,15 @@ def replan(
         ]
     else:
         ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
-    least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem)
+    plans = {"everything new": new} | {
+        name: describe(of, found, "exact", prefer) for name, of, found in ways if found is not None
+    }
     options, own = [], set(stage.gpu_ids) if stage is not None else set[str]()
     whole, is_kept = there | own, running.reward is not None and own <= set(running.reward.gpu_ids)
     suffix = "" if stage is None or is_kept else ", other GPUs for the reward model"
-    for name, of, found in ways:
-        if found is None:
-            continue
-        plan = describe(of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
+    for name, plan in plans.items():
         bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
-        plan = msgspec.structs.replace(plan, bound=bound, reward=stage)
+        plan = msgspec.structs.replace(plan, method=f"exact, {name}", bound=bound, reward=stage)
         after = jobs(plan)
         moved = tuple(sorted(gpu for gpu in whole & set(before) if before[gpu] != after[gpu]))
         options.append(ReplanOption(name + suffix, plan, inputs, moved))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 import msgspec
@@ -29,8 +29,11 @@ In larger clusters, such plans would leave most GPUs of that type idle."""
 LEFT_OUT = "over the links of its machine, exchanging weights or gradients would take more time than the GPU would save"
 
 
-def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> Plan:
-    """Return the best plan of a cluster. Raises UserError with the binding constraint if no plan is feasible.
+def make_plan(
+    inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0, prefer: Mapping[str, str] = {}
+) -> Plan:
+    """Return the best plan of a cluster. Raises UserError with the binding constraint if no plan is feasible. `prefer`:
+    as in `describe`.
 
     A pool of several nodes communicates over the links between these nodes, so a plan that uses only one node of a pool
     can be faster. In clusters of at most `MOST_GPUS_IN_PARTS` GPUs, each pool is therefore also tried with a single
@@ -44,7 +47,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
         # all parts are planned, even after the time limit, because the plan of the whole cluster may not be the fastest
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
-            plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s)
+            plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s, prefer)
         except UserError as error:
             refusal = refusal or error
             continue
@@ -83,7 +86,9 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
     )
 
 
-def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
+def _plan(
+    inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float, prefer: Mapping[str, str]
+) -> Plan | None:
     """Return the best plan that may use all nodes of a cluster, or None if no plan can be faster than `ceiling_s`.
 
     If the nodes of a GPU type have different links, the search runs with up to three kinds of pools (`make_pools`):
@@ -97,16 +102,18 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
         return None
     if has_equal_links:
         of, solution = solve(problem, method, time_limit_s)
-        return describe(of, solution, method)
-    found = [solve(problem, "exact", time_limit_s / 3)]
-    least_s = found[0][1].bound_s
+        return describe(of, solution, method, prefer)
+    optimistic = solve(problem, "exact", time_limit_s / 3)
     views: list[View] = ["pessimistic"]
     if len(make_pools(inputs.cluster, inputs.efficiencies).pools) <= MAX_POOLS:
         views.append("alike")
-    if method != "exact":
-        found.clear()
-    found += [solve(make_problem(inputs, view), method, time_limit_s / 3) for view in views]
-    plans = [describe(of, solution, method) for of, solution in found]
+    others = [solve(make_problem(inputs, view), method, time_limit_s / 3) for view in views]
+    # a pool of a single node may use the links within this node, which the view `optimistic` does not consider
+    least_s = min(solution.bound_s for _, solution in (optimistic, *others[1:]))
+    found = [optimistic, *others] if method == "exact" else others
+    plans = [
+        describe(of, solution, method, each) for of, solution in found for each in ([prefer, {}] if prefer else [{}])
+    ]
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))

@@ -192,11 +192,11 @@ class SimEngine:
         self._send_reports()
 
     def decoded(self) -> int:
-        return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
+        return self.busy.decoded + self._width * self._whole_steps()
 
     def unreported(self) -> int:
         """Return the number of tokens that have been generated but not reported."""
-        steps = 0 if self._is_stopped else self._whole_steps()
+        steps = self._whole_steps()
         rows = self._rows.values()
         return sum((row.end_step >= 0) * (self._fresh(row) + steps) + sum(n for _, n in row.grown) for row in rows)
 
@@ -206,9 +206,9 @@ class SimEngine:
         return steps * self._step_s + self._slope_s * steps * (steps - 1) / 2
 
     def _whole_steps(self) -> int:
-        """Return the number of steps completed since `_since_s`, at most `_planned`."""
+        """Return the number of steps completed since `_since_s`, at most `_planned`; 0 while the engine is stopped."""
         elapsed = self._clock.now_s - self._since_s
-        if elapsed <= 0 or not self._width:
+        if elapsed <= 0 or not self._width or self._is_stopped:
             return 0
         return min(self._planned, int(steps_within(elapsed, self._step_s, self._slope_s) + _CLOSE))
 

@@ -85,7 +85,8 @@ class SpotSettings(Settings):
     """[spot] Preemptions of rented machines, read from a trace."""
 
     trace: Path
-    """CSV file of preemptions. Columns: at_s (time), worker (name), for_s (time until a replacement; 0: never)."""
+    """CSV file of preemptions. Columns: at_s (time), worker (name), for_s (time from the preemption to the start of a
+    replacement; 0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
     """Time from the warning to the preemption. With a positive value, the worker reports its tokens and leaves at the
     time of the warning. With 0, the worker crashes at the preemption."""
@@ -146,8 +147,10 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
     found = []
     for line, row in rows:
         try:
-            at_s = max(float(row["at_s"]) - spot.notice_s, 0.0)  # NaN stays NaN, which FaultSettings refuses
-            for_s = float(row.get("for_s") or 0)
+            preempted_s, for_s = float(row["at_s"]), float(row.get("for_s") or 0)
+            at_s = max(preempted_s - spot.notice_s, 0.0)  # NaN stays NaN, which FaultSettings refuses
+            if for_s:  # `for_s` begins at the preemption
+                for_s += preempted_s - at_s
             found.append(FaultSettings(kind=kind, at_s=at_s, worker=row["worker"], for_s=for_s))
         except (TypeError, ValueError) as error:  # a short line has None in its last columns
             raise UserError(f"{spot.trace}, line {line}: at_s and for_s are seconds, got {row}") from error

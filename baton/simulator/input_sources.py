@@ -27,15 +27,12 @@ from baton.simulator.scripted_trajectories import ScriptedGroup, TrajectoryWork
 from baton.simulator.timing import CostSpeed, FlatSpeed, kv_tokens, rewards_differ, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
-from baton.specs.plan import Plan, Replica
-from baton.specs.workload import LengthSettings, Workload
+from baton.specs.plan import RATED_SLOTS, Plan, Replica
+from baton.specs.workload import Lengths, LengthSettings, Workload
 from baton.swarm.leases import LeaseRules
 
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
-RATED_SLOTS = 64
-"""Assumed number of slots of an engine in a plan that was made from a table of token rates. Such a plan does not state
-batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,12 @@ class PlanSource:
         rules = settings.rules()
         if rules.mode == "async":
             rules = replace(rules, is_swarm=True, max_lag=min(1, rules.max_staleness))
-        work = msgspec.structs.replace(work, groups=rules.batch_groups, group_size=rules.group_size)
+        work = msgspec.structs.replace(
+            work,
+            groups=rules.batch_groups,
+            group_size=rules.group_size,
+            output=_cut(work.output, settings.max_new_tokens),
+        )
         training, stage = plan.training, plan.reward
         if stage is not None:
             work = msgspec.structs.replace(work, **stage.timing)
@@ -275,8 +277,9 @@ class RecipeSource:
         if known is not None:
             changes: dict[str, Any] = {
                 key: getattr(known, key)
-                for key in ("prompt", "output", "trained_share", "reward_latency_s", "reward_concurrency")
+                for key in ("prompt", "trained_share", "reward_latency_s", "reward_concurrency")
             }
+            changes["output"] = _cut(known.output, recipe.rollout.max_new_tokens)
         else:
             longest = recipe.rollout.max_new_tokens
             mean = max(1.0, longest / 4)
@@ -294,9 +297,18 @@ class RecipeSource:
 SettingSource = PlanSource | RecipeSource
 
 
+def _cut(lengths: Lengths, longest: int) -> Lengths:
+    """Return the lengths of responses that end after at most `longest` tokens."""
+    return Lengths(tuple(min(length, float(longest)) for length in lengths.values))
+
+
 def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:
     drawn = TrajectoryWork(work.prompt, work.output, options.correlation, options.drift, work.trained_share)
-    return replace(drawn, recorded=() if options.correlation or options.drift else options.recorded)
+    if options.correlation or options.drift:
+        return drawn
+    longest = int(work.output.longest)
+    groups = (replace(group, lengths=[min(length, longest) for length in group.lengths]) for group in options.recorded)
+    return replace(drawn, recorded=tuple(groups))
 
 
 def recorded_groups(path: Path) -> tuple[ScriptedGroup, ...]:

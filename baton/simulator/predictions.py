@@ -49,7 +49,7 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
             "trainer idle": 1 - result.trainer_busy,
             "engine slots idle": 1 - result.rollout_occupancy * result.generate_s / result.step_s,
             "reward model idle": 1 - busy_s / result.step_s if busy_s and has_model else None,
-            "response length": work.output.mean,
+            "response length": setting.work.output.mean,
         },
         tuple((tokens, num_bytes + more_bytes) for tokens, num_bytes in memory),
     )

@@ -56,7 +56,7 @@ class TrajectoryWork:
     """Share of groups whose rewards differ."""
     recorded: tuple[ScriptedGroup, ...] = ()
     """Groups of a recorded run, which replace the distributions. They are used in order; after the last group, the
-    first is used again."""
+    first is used again. Empty if the user asked for a `correlation` or a `drift` (`SimulationOptions`)."""
 
 
 class Script:

@@ -15,12 +15,18 @@ from baton.specs.workload import Workload
 
 Method = Literal["exact", "paper"]
 FORMAT = 1
+RATED_SLOTS = 64
+"""Assumed number of trajectories that an engine generates at once, in a plan that was made from a table of token rates.
+The table does not state this number."""
 PROVEN = 1e-6
 """A plan counts as proven optimal if `Bound.gap` is below this value."""
 
 
 GpuIds = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """Ids of at least one GPU, each as `node:index`. `read_plan` refuses a plan in which such a list is empty."""
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -29,14 +35,14 @@ class Stage(msgspec.Struct, frozen=True):
     gpu: str
     gpu_ids: GpuIds
     """Each GPU as `node:index`. The GPUs of one tensor-parallel group are adjacent in this list."""
-    dp: int
-    tp: int
+    dp: Count
+    tp: Count
     layers: tuple[int, int]
     """Index of the first layer, and index of the last layer + 1."""
     memory_bytes: float
     """Memory used on each GPU."""
     memory_limit_bytes: float
-    speed: float = 1.0
+    speed: Positive = 1.0
     """Speed of each rank, relative to the fastest rank of the mixed stage. Only used if `Training.is_mixed` is set."""
 
 
@@ -45,17 +51,17 @@ class Training(msgspec.Struct, frozen=True):
 
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1)]
     """The pipeline stages. If `is_mixed` is set, there is one element for each GPU type instead."""
-    microbatches: int
+    microbatches: Count
     """Microbatches per optimiser update."""
-    time_s: float
-    compute_s: float
+    time_s: Seconds
+    compute_s: Seconds
     """Compute time of the slowest stage."""
-    bubble_s: float
+    bubble_s: Seconds
     """Idle time while the pipeline fills and drains."""
-    comm_s: float
+    comm_s: Seconds
     """Time to exchange gradients and parameters between data-parallel ranks. `compute_s` includes the communication
     within tensor-parallel groups and between pipeline stages."""
-    optimizer_s: float
+    optimizer_s: Seconds
     shard_gradients: bool = False
     """Whether the trainer reduces gradients after each microbatch (`trainer.shard_gradients`)."""
     shard_size: int = 0
@@ -82,13 +88,13 @@ class Replica(msgspec.Struct, frozen=True):
     gpu: str
     gpu_ids: GpuIds
     """Each GPU as `node:index`, in the order of the pipeline stages."""
-    tp: int
-    pp: int
-    layers: tuple[tuple[int, int], ...]
+    tp: Count
+    pp: Count
+    layers: Annotated[tuple[tuple[int, int], ...], msgspec.Meta(min_length=1)]
     """(index of the first layer, index of the last layer + 1) of each pipeline stage."""
-    batch: int
+    batch: Count
     """Number of trajectories generated at once."""
-    tokens_per_s: float
+    tokens_per_s: Positive
     """Generated tokens per second, including the time to prefill new prompts."""
     pause_s: float
     """Generation time lost per train step. With overlap, it is lost because running trajectories are prefilled again
@@ -146,8 +152,8 @@ class Breakdown(msgspec.Struct, frozen=True):
     """The time of a train step and its parts. With overlap, the step time is sync + max(rollout + reward, train).
     Without overlap, it is the sum of the four parts."""
 
-    step_s: float
-    sync_s: float
+    step_s: Positive
+    sync_s: Seconds
     """Time from the end of a train step until engines serve the new version."""
     rollout_s: float
     reward_s: float

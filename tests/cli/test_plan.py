@@ -255,6 +255,26 @@ def test_a_wrong_file_is_named_with_key_and_what_is_allowed(files: Path, file: s
     assert f"{file}.toml" in said
 
 
+def test_offers_may_have_links_to_gpus_that_are_not_rented_and_types_with_a_space_in_their_name(files: Path) -> None:
+    between = '{ inter_node_gb_per_s = 5, between = [{ ends = ["H100", "my L40S"], gb_per_s = 4 }] }'
+    text = OFFERS.replace('"H20"', '"my L40S"').replace("{ inter_node_gb_per_s = 5 }", between)
+    own = "bf16_tflops = 300, hbm_gb_per_s = 900, hbm_gb = 48, link_gb_per_s = 30, price_per_hour = 0.8"
+    (files / "offers.toml").write_text(f'{text}[gpu]\n"my L40S" = {{ {own} }}\n')
+    rented = json.loads(plan(files, "--offers", files / "offers.toml", "--budget", 2.5, "--json", cluster=False))
+    assert set(rented["rent"]["gpus"]) == {"my L40S"}
+
+
+def test_offers_that_contradict_themselves_are_refused_with_a_sentence(files: Path) -> None:
+    offers = ("--offers", files / "offers.toml", "--budget", 9)
+    for old, new, sentence in (
+        ('"H100"', '"H10"', "offers.toml: offers.1.gpu: unknown GPU 'H10'; did you mean 'H100'?"),
+        ('"H100"', '"H20-paper"', "nodes: prices are in L20 and in USD"),
+        ("inter_node_gb_per_s", "cross_type_gb_per_s", "links.inter_node_gb_per_s is missing"),
+    ):
+        (files / "offers.toml").write_text(OFFERS.replace(old, new))
+        assert sentence in mistake(files, *offers, cluster=False)
+
+
 def test_a_run_whose_recipe_gives_no_workload_is_refused(files: Path) -> None:
     (files / "run.json").write_text("{}")
     warm_start = (ROOT / "recipes" / "quickstart-warmstart.toml").read_text()

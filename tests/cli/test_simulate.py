@@ -19,10 +19,11 @@ from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
 from baton.simulate import progress
 from baton.simulate import simulate as run_simulation
-from baton.simulator.input_sources import PlanSource, SimulationOptions, rollout_settings
+from baton.simulator.input_sources import PlanSource, RecipeSource, SimulationOptions, rollout_settings
 from baton.simulator.parameter_sweep import SweepPoint, read_axes, recommend
 from baton.simulator.result import summarise
 from baton.simulator.run import simulate
+from baton.simulator.scripted_trajectories import ScriptedGroup
 from baton.simulator.simulation import RunOptions
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
@@ -100,6 +101,16 @@ def test_the_overhead_of_a_cycle_is_simulated_as_it_is_planned(planned: PlanSour
     setting = of.setting(SimulationOptions(steps=20))
     expected_s = longer.step_s - (longer.sync_s - longer.cycle_overhead_s)
     assert summarise(setting, simulate(setting)).step_s == pytest.approx(expected_s, rel=0.1)
+
+
+def test_responses_end_at_the_limit_of_the_simulated_recipe_or_plan(planned: PlanSource) -> None:
+    """Otherwise, all values of `--sweep max_new_tokens=…` would have the same result."""
+    recorded = (ScriptedGroup(3, (5, 40), teaches=True),)
+    options = SimulationOptions(["max_new_tokens=20"], recorded=recorded)
+    for source in (planned, RecipeSource(RECIPE, work=planned.work)):
+        work = source.setting(options).work
+        assert work.output.longest == 20
+        assert work.recorded == (ScriptedGroup(3, [5, 20], teaches=True),)
 
 
 def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_path: Path) -> None:

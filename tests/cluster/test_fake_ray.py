@@ -71,6 +71,8 @@ class FakeCluster:
         self.num_killed = 0
         self.variables: list[dict[str, str]] = []
         """Environment variables of each actor."""
+        self.arguments: list[Any] = []
+        """First argument of each actor."""
 
     def rows(self) -> list[Any]:
         return ROWS
@@ -98,6 +100,7 @@ class FakeCluster:
         return SimpleNamespace(options=lambda **named: SimpleNamespace(remote=self._actor))
 
     def _actor(self, *arguments: object) -> Any:
+        self.arguments += arguments[:1]
         calls = {name: SimpleNamespace(remote=self._future(answer)) for name, answer in self._answers.items()}
         return SimpleNamespace(**calls)
 
@@ -307,7 +310,7 @@ def supervisor_of(
     worker = ProcessSpec("worker-0", "worker", place, "H100", GPU, resources, 1, slots=8, ranks=shared)
     recipe = SimpleNamespace(
         rollout=SimpleNamespace(stall_timeout_s=60.0),
-        model=SimpleNamespace(device="cuda"),
+        model=SimpleNamespace(device="cuda:1"),
         engine=SimpleNamespace(kind="embedded"),
     )
     planner = SimpleNamespace(base_types=(), servers={}, recipe=recipe)
@@ -337,6 +340,20 @@ def test_a_machine_that_was_lost_before_the_supervisor_began_is_noticed(monkeypa
     finally:
         supervisor.close()
     assert cluster.reserved == []
+
+
+def test_a_worker_uses_the_gpu_that_ray_assigns_and_not_the_index_of_the_recipe() -> None:
+    cluster = FakeCluster({"watch": lambda: Never, "pid": lambda: Never, "leave": lambda: None})
+    supervisor = supervisor_of(cluster, {"gpu_type_H100": 1.0})
+    supervisor.begin(ACCESS)
+    try:
+        until_s = time.monotonic() + 60
+        while not cluster.arguments and time.monotonic() < until_s:
+            time.sleep(0.01)
+    finally:
+        supervisor.close()
+    command = cluster.arguments[0].command
+    assert command[command.index("--device") + 1] == "cuda"
 
 
 def test_the_token_of_a_worker_whose_machine_is_lost_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:

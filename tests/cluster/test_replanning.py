@@ -63,6 +63,15 @@ def test_a_lost_machine_loses_its_workers_and_the_trainer_stays(tmp_path: Path) 
     assert sum(post.share for post in answer.workers) == pytest.approx(1.0)
 
 
+def test_a_plan_that_is_ready_after_the_trainer_has_stopped_is_not_used(tmp_path: Path) -> None:
+    """Meanwhile, another plan may be in use; this plan may need a machine that has left."""
+    of, before = recipe(tmp_path), yard("h0", "l0", "l1")
+    planner = Replanner(of, planned(before, of))
+    current = planner.plan
+    assert planner.replan_workers(yard("h0", "l0"), lambda: True).workers is None
+    assert planner.plan is current
+
+
 def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path: Path) -> None:
     of, before = recipe(tmp_path), yard("h0", "l0")
     plan = planned(before, of)

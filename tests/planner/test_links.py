@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from baton.planner.instance import make_problem
 from baton.planner.links import faster_assignments, parts_of, used_pools
 from baton.planner.pools import make_pools
 from baton.planner.problem import Inputs
+from baton.planner.replan import replan
 from baton.planner.solve import solve
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster, ClusterSettings
@@ -119,3 +121,22 @@ def test_a_stage_that_fits_on_one_machine_is_on_one_machine() -> None:
         if len(stage.gpu_ids) <= 4:
             assert len({gpu.partition(":")[0] for gpu in stage.gpu_ids}) == 1
     assert min(len(stage.gpu_ids) for stage in plan.training.stages) <= 4
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_replan_without_losses_is_as_fast_as_a_new_plan_and_its_bound_holds(seed: int) -> None:
+    asked = drawn(seed)
+    plan = make_plan(asked)
+    found = replan(asked, plan, slack=0.0, time_limit_s=math.inf)
+    assert found.chosen.plan.breakdown.step_s <= plan.breakdown.step_s * (1 + 1e-9)
+    assert all(each.plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9) for each in found.options)
+
+
+def test_the_bound_holds_for_a_plan_that_uses_only_the_links_within_a_machine() -> None:
+    """The machines differ in their own links, so each is a pool; between them, links are slow."""
+    of = cluster(("Fast", 3), ("Fast", 4))
+    slow = msgspec.structs.replace(of.nodes[1], link_bytes_per_s=0.001 * GB)
+    of = msgspec.structs.replace(of, nodes=(of.nodes[0], slow))
+    plan = make_plan(inputs(linked(of, {}, 0.001 * GB)))
+    assert {gpu.partition(":")[0] for gpu in plan.used_gpu_ids} == {"n0"}
+    assert plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.cost.efficiency import Efficiencies
 from baton.errors import UserError
+from baton.planner.colocated import make_colocated_plan
 from baton.planner.problem import Inputs
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan, read_plan, write_plan
@@ -177,6 +178,12 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
             (tmp_path / "other.json").write_text(json.dumps(tree))
             with pytest.raises(UserError, match=rf"is not a plan: .*length >= 1.*{part}"):
                 read_plan(tmp_path / "other.json")
+    for key, value in (("batch", 0), ("tp", 0), ("tokens_per_s", -1.0), ("layers", [])):
+        tree = json.loads((tmp_path / "plan.json").read_text())
+        tree["replicas"][0][key] = value
+        (tmp_path / "other.json").write_text(json.dumps(tree))
+        with pytest.raises(UserError, match=rf"is not a plan: Expected .*{key}"):
+            read_plan(tmp_path / "other.json")
     for tree, sentence in (
         (
             {"format": 2, "stages": "elsewhere"},
@@ -213,6 +220,14 @@ def test_without_overlap_the_sides_take_turns() -> None:
     b = plan.breakdown
     assert b.step_s == pytest.approx(b.sync_s + b.rollout_s + b.reward_s + b.train_s)
     assert plan.mean_staleness == 0
+
+
+def test_a_colocated_plan_does_not_name_the_staleness_bound_as_its_only_limit() -> None:
+    """The bound is 4 here; all trajectories of a batch run at once."""
+    plan = make_colocated_plan(inputs(cluster(("Fast", 2), fast_gb=8.0), max_staleness=4, engine={"max_batch": 24}))
+    assert any("or both use the same GPUs" in sentence for sentence in plan.limits)
+    assert not any("max_staleness allows" in sentence for sentence in plan.limits)
+    assert any("a batch has 24 running trajectories, and 24 run" in sentence for sentence in plan.limits)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4])

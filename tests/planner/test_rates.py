@@ -14,6 +14,7 @@ from baton.planner.instance import make_problem
 from baton.planner.problem import Inputs
 from baton.planner.published_method import divisions, objectives
 from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.plan import RATED_SLOTS
 from tests.planner.planner_cases import enumerated_step_s, make_plan, model, rates, work
 
 TABLE_1 = {
@@ -59,6 +60,11 @@ def test_the_gpu_that_trains_better_trains_first(h800: int, h20: int) -> None:
     plan = make_plan(question(h800, h20))
     assert "H800-paper" in {stage.gpu for stage in plan.training.stages}
     assert "H20-paper" in {replica.gpu for replica in plan.replicas}
+
+
+def test_an_engine_of_a_plan_with_rates_generates_many_trajectories_at_once() -> None:
+    """`baton train --plan --ray` starts engines with this number of slots."""
+    assert {replica.batch for replica in make_plan(question(8, 16)).replicas} == {RATED_SLOTS}
 
 
 def test_equation_3_prefers_the_wrong_gpus_and_the_plan_does_not() -> None:

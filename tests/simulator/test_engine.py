@@ -110,6 +110,17 @@ def test_what_is_admitted_together_shares_the_fixed_time_of_a_prefill() -> None:
     assert made.busy.prefill_s == pytest.approx(2 * 0.5 + 3 * 0.1)
 
 
+def test_an_engine_that_is_stopped_twice_generates_nothing_between_the_stops() -> None:
+    """A worker that hangs, and then crashes."""
+    clock, made, _ = engine(FlatSpeed(base_s=1.0))
+    made.submit(row(1, 10))
+    clock.wait(3.5)
+    made.stop()
+    clock.wait(5.0)
+    made.stop()
+    assert made.unreported() == made.decoded() == made.busy.decoded == 3
+
+
 def test_an_abort_is_answered_after_the_current_step_with_all_that_there_is() -> None:
     clock, made, heard = engine(FlatSpeed(base_s=1.0))
     made.submit(row(1, 10))

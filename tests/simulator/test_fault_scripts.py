@@ -89,6 +89,14 @@ def test_a_trace_that_is_none_is_named(tmp_path: Path, rows: str, said: str) -> 
         found.schedule(0)
 
 
+def test_with_notice_a_replacement_still_starts_for_s_after_the_preemption(tmp_path: Path) -> None:
+    (tmp_path / "spot.csv").write_text("at_s,worker,for_s\n100,w1,60\n10,w1,5\n50,w2,0\n")
+    schedule = read(tmp_path, f'[spot]\ntrace = "{tmp_path / "spot.csv"}"\nnotice_s = 30').schedule(0)
+    starts = [(fault.kind, fault.at_s, fault.at_s + fault.for_s) for fault in schedule if fault.for_s]
+    assert starts == [("leave", 0, 15), ("leave", 70, 160)]
+    assert [fault.at_s for fault in schedule if not fault.for_s] == [20]
+
+
 def test_an_unknown_worker_is_named() -> None:
     with pytest.raises(UserError, match="'w9', allowed are w0, w1, w2"):
         build(swarm(), RunOptions(faults=[FaultSettings(kind="crash", at_s=1.0, worker="w9")]))

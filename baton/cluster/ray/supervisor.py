@@ -226,7 +226,7 @@ class RayWorkerSupervisor:
                     self._access.weigh(spec.name, spec.weight)
                     self._log(f"new share: {spec.words}")
                 case sv.Replan():
-                    self._plan = begin(partial(self._planner.replan_workers, self._machines))
+                    self._plan = begin(partial(self._planner.replan_workers, self._machines, self._stopping.is_set))
                 case sv.TrainerLost(machine=machine):
                     self._fault = self._fault or RankLost(
                         f"machine {machine}, which runs a trainer rank, has left the cluster; {HOW_TO_GO_ON}"
@@ -274,7 +274,8 @@ class RayWorkerSupervisor:
         if host in ("0.0.0.0", "::"):
             host = self._cluster.own_address
         url = f"{hub.scheme}://{f'[{host}]' if ':' in host else host}:{hub.port}"
-        command = [url, "--slots", str(spec.slots), "--threads", str(spec.threads), "--device", recipe.model.device]
+        command = [url, "--slots", str(spec.slots), "--threads", str(spec.threads)]
+        command += ["--device", recipe.model.device.partition(":")[0]]  # the worker sees only its own GPUs
         command += engine_arguments(recipe.engine.kind, spec, self._planner.servers)
         if spec.ranks:
             command.append("--sleeps")
