@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
-from baton.files import atomic_directory, writing
+from baton.files import atomic_directory, check_output_directory, writing
 from baton.policy.load import end_ids, load_model, torch_device, turn_end_id
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
@@ -64,7 +64,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
     """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically. Raises UserError if
     the run or the output exists and `overwrite` is False, or if the warm-up is too long."""
     schedule_of(recipe.sft).check("sft")
-    _check_output(Path(recipe.output), overwrite=overwrite)
+    _check_output(Path(recipe.output), recipe.run.path, overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     with RunLock.take(recipe.run.path, observer.said) as lock:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
@@ -75,8 +75,12 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
         return report
 
 
-def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` exists and is not a model."""
+def _check_output(output: Path, run: Path, *, overwrite: bool) -> None:
+    """Raise UserError if `output` cannot be written, if it would replace the directory `run`, if it is a model and
+    `overwrite` is False, or if it exists and is not a model."""
+    check_output_directory(output)
+    if run.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"output: {output} would replace the run's directory {run}: choose another output")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():

@@ -351,6 +351,22 @@ def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tm
     assert (tmp_path / "made" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize(("output", "complaint"), [
+    ("data.jsonl/made", "cannot write .*data.jsonl/made: Not a directory"),
+    ("runs/warm", "runs/warm would replace the run's directory .*runs/warm: choose another output"),
+    ("runs", "runs would replace the run's directory .*runs/warm: choose another output"),
+])  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_before_the_training(
+    output: str, complaint: str, tmp_path: Path, small: Any
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    with pytest.raises(UserError, match=complaint):
+        warm_start(load_recipe(WarmStart, path, [f"output={tmp_path / output}"]), WATCHED)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_off_a_terminal_steps_and_loss_are_plain_lines_and_every_step_has_metrics(tmp_path: Path, small) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
