@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -101,15 +101,16 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
         mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
         with closing(mixture):
             mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
+    threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
+    model, tokenizer, examples = _parts(recipe)
+    examples = chain([next(examples)], examples)  # errors of the data are raised before the run's directory is created
     resolved = recipe.model_dump(mode="json")
     wandb = start_wandb(recipe.run.path, recipe.log, without_none(resolved), is_new=True)
     if wandb is not None:
         ending.callback(wandb.close)
     run = RunDirectory.create(recipe.run.path, lock)
     ending.callback(lock.release, "failed")
-    threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     run.write_start(resolved, seed=recipe.run.seed, threads=threads)
-    model, tokenizer, examples = _parts(recipe)
     losses: list[float] = []
     tokens = 0
 

@@ -181,6 +181,27 @@ def test_a_warm_start_that_fails_has_failed_but_not_the_run_that_it_would_have_r
         assert RunLock.status(tmp_path / "runs" / "warm") == status, name
 
 
+def test_a_mistake_in_data_or_model_makes_no_run_and_replaces_none(tmp_path: Path, small: Any) -> None:
+    data, run = tmp_path / "data.jsonl", tmp_path / "runs" / "warm"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1"}\n')
+    mistakes = {f"data={tmp_path}/bad.jsonl": "has no 'completion'", "model.device=meta:x": "model.device: got"}
+
+    def attempt(*changes: str, overwrite: bool = False) -> None:
+        warm_start(load_recipe(WarmStart, path, ["sft.steps=3", *changes]), WATCHED, overwrite=overwrite)
+
+    for overwrite in (False, True):
+        for change, complaint in mistakes.items():
+            with pytest.raises(UserError, match=complaint):
+                attempt(change, overwrite=overwrite)
+        assert run.exists() == overwrite
+        if not overwrite:
+            attempt()
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    assert RunLock.status(run) == "finished"
+
+
 ROOMS = """
 [[task]]
 name = "rooms"
