@@ -16,7 +16,7 @@ from baton.policy.adapters import base_of_adapter
 from baton.policy.load import check_weight_files, model_errors, read_config, torch_device
 from baton.policy.memory import available_bytes
 from baton.policy.reward_model import check_generative_model, check_reward_model
-from baton.policy.tokenizer import load_tokenizer
+from baton.policy.tokenizer import check_model_path, load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import RewardScorer
@@ -84,6 +84,8 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     Schedule(trainer.warmup_steps, trainer.decay, recipe.run.steps).check("trainer")
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
+    if recipe.algorithm.kl_coef and recipe.algorithm.reference is not None:
+        _check_reference(recipe.algorithm.reference)
     config, spec = check_room(recipe, is_here=is_here)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
@@ -117,6 +119,15 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
         updates_per_step=recipe.algorithm.num_updates,
         experimental=experimental_parts(choices_with(recipe, config)),
     )
+
+
+def _check_reference(path: str) -> None:
+    """Raise UserError if the files of the reference model are missing, incomplete or damaged."""
+    try:
+        check_model_path(path)
+        check_weight_files(path)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "algorithm.reference", 1)) from error
 
 
 def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> tuple[tuple[int, float], ...]:
