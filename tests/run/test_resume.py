@@ -74,6 +74,7 @@ def recipe(model: Path, directory: Path, **changes: Any) -> Recipe:
         "algorithm": {"num_minibatches": 2},
         "eval": {"every": 4, "num_prompts": 4},
         "checkpoint": {"every": 2, "keep": 2},
+        "weights": {},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -343,6 +344,21 @@ def test_paths_of_tools_may_also_be_written_differently(key: str, tmp_path: Path
     (tmp_path / "own.py").touch()
     old, new = ["own.py:add", "own.py:sub"], [f"{tmp_path}/own.py:add", f"{tmp_path}/own.py:product"]
     assert with_paths_of(new, old, tmp_path, key) == [new[0], old[1]]
+
+
+def test_a_run_keeps_the_published_files_of_another_run_with_its_name(tiny_model: Path, tmp_path: Path) -> None:
+    shared, console = tmp_path / "shared", Console(quiet=True)
+    shared.mkdir()
+    first, second = (
+        recipe(tiny_model, tmp_path / name, weights__files=str(shared), engine__processes=1) for name in "ab"
+    )
+    loop = build_loop(first, TerminalObserver(console, 1), resume=False, overwrite=False)
+    weights = loop.trainer.publish()  # its file is removed with this object
+    (published,) = shared.rglob("*.safetensors")
+    build_loop(second, TerminalObserver(console, 1), resume=False, overwrite=False).close()
+    assert published.exists(), weights
+    loop.close()
+    assert not list(shared.iterdir())
 
 
 def dtypes(device: str, recorded: dict[str, Any] | None = None, **sections: Any) -> tuple[str, str]:
