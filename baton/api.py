@@ -199,7 +199,10 @@ def _tree(
         "algorithm": algorithm,
     }
     for key, value in changes.items():
-        set_key(tree, key, value)
+        # a section given as a dict changes only the keys of the dict
+        section: Any = {"name": algorithm} if key == "algorithm" else tree.get(key)
+        is_section = isinstance(section, dict) and isinstance(value, Mapping)
+        set_key(tree, key, {**section, **value} if is_section else value)
     return tree
 
 
@@ -252,6 +255,7 @@ class TrainableRecipe(Recipe):
     def _train(self, callbacks: Sequence[Callback], *, resume: bool) -> Run:
         from baton.run.assemble import train_here
 
+        _check_callbacks(callbacks)
         path, stop = self.run.path, StopRequest(say)
         start = partial(train_here, self, resume=resume, overwrite=False, predictions=predictions_for(self))
         try:
@@ -305,6 +309,13 @@ class Callback(Protocol):
 
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> bool | None:
         """Return True to stop the run, as Ctrl-C does, but without an exception."""
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    """Raise UserError if `callbacks` is not a list of objects with a method `on_step`."""
+    are_objects = isinstance(callbacks, Sequence) and not any(isinstance(one, type) for one in callbacks)
+    if not are_objects or not all(callable(getattr(one, "on_step", None)) for one in callbacks):
+        raise UserError(f"callbacks: got {callbacks!r}, allowed is a list of objects with a method on_step")
 
 
 class _CallbackObserver(TerminalObserver):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import TypeVar
 
 import msgspec
@@ -108,6 +108,18 @@ def check_output(path: Path) -> None:
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link refers to itself
         raise UserError(f"cannot write {path}: {getattr(error, 'strerror', error)}") from error
+
+
+def check_output_directory(path: Path) -> None:
+    """Raise UserError if `atomic_directory` could not write a user's output directory `path`."""
+    try:
+        if path.is_mount():
+            raise UserError(f"cannot write {path}: a mount point cannot be replaced; give a directory within it")
+        parent = next(each for each in path.absolute().parents if each.exists())
+        with TemporaryDirectory(prefix=f".{path.name}.unfinished", dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; give another directory") from error
 
 
 @contextmanager

@@ -205,6 +205,20 @@ def test_a_callback_stops_a_run_that_then_resumes_with_a_changed_recipe(train: C
     assert longer.metrics()[3]["policy/lr"] == pytest.approx(1e-5)
 
 
+@pytest.mark.parametrize("callbacks", [StopAfter(1), [StopAfter], [print], None], ids=str)
+def test_wrong_callbacks_are_refused_before_a_run_exists(train: Callable[..., baton.Run], callbacks: Any) -> None:
+    with pytest.raises(UserError, match=r"^callbacks: got .*, allowed is a list of objects with a method on_step$"):
+        train(evenness, callbacks=callbacks)
+    assert not Path("runs/r").exists()
+
+
+def test_a_section_in_config_keeps_the_keys_of_the_other_arguments(train: Callable[..., baton.Run]) -> None:
+    sections = {"algorithm": {"clip_low": 0.1, "num_minibatches": 1}, "run": {"threads": 1}, "eval": {"every": 1}}
+    recipe = train(evenness, algorithm="dapo", eval_data=QUESTIONS[:3], steps=1, config=sections).recipe
+    assert (recipe.algorithm.name, recipe.algorithm.clip_low, recipe.run.steps) == ("dapo", 0.1, 1)
+    assert (recipe.eval.every, [each.name for each in recipe.eval.task]) == (1, ["data_test"])
+
+
 def test_ctrl_c_writes_a_checkpoint_and_raises_keyboard_interrupt(train: Callable[..., baton.Run]) -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; baton\.Run\('runs/r'\)\.resume\(\) continues"):

@@ -17,6 +17,7 @@ from baton.files import (
     append,
     atomic_directory,
     check_output,
+    check_output_directory,
     read_rows,
     remove_leftovers,
     seal,
@@ -115,6 +116,16 @@ def test_an_output_that_cannot_be_written_is_refused_and_not_changed(tmp_path: P
             check_output(path)
     assert (tmp_path / "pipe").is_fifo()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_output_directory_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "out", tmp_path / ("x" * 250), Path("/dev/null/out"), Path("/")):
+        with pytest.raises(UserError, match=f"^cannot write {path}: "):
+            check_output_directory(path)
+    for path in (tmp_path, tmp_path / "out", tmp_path / "a" / "b"):
+        check_output_directory(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_output_in_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ class WeightsAndBiases:
                 config=recipe,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except wandb.errors.Error as error:
+        except (wandb.errors.Error, ValueError) as error:  # ValueError: an environment variable has an invalid value
             raise UserError(
-                f"Weights & Biases did not start: {str(error).strip()} "
+                f"Weights & Biases did not start: {' '.join(str(error).split())} "
                 "To run without it, set WANDB_MODE=offline, which keeps its files on disk, or remove wandb from [log]"
             ) from error
         # the x-axis is a separate metric: W&B's own step must not decrease, but a resumed run writes steps again

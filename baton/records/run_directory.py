@@ -275,6 +275,7 @@ def _environment(threads: int) -> dict[str, Any]:
         "commit": _commit(),
         "threads": threads,
         "command": sys.argv,
+        "directory": str(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor_name(),

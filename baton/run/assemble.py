@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 import torch
+from blake3 import blake3
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
@@ -366,7 +367,8 @@ def _open_trainer(
     recipe: Recipe, tokenizer: Tokenizer, lock: RunLock, opened: ExitStack, start_ranks: StartRanks | None
 ) -> tuple[Trainer, Callable[[LoopState], Callable[[], SavedCheckpoint]]]:
     """Return the trainer, and the function that saves a checkpoint (`Loop.save_checkpoint`)."""
-    publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
+    own = blake3(str(recipe.run.path.resolve()).encode()).hexdigest(length=8)  # runs may share the directory
+    publish_in = recipe.weights.files_in(recipe.run.path) / f".{own}.versions.unfinished"
     trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
     opened.callback(trainer.close)
     # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `open_run`

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import baton
 from baton.errors import UserError
-from baton.files import atomic_directory, writing
+from baton.files import atomic_directory, check_output_directory, writing
 from baton.policy.load import EXPORT_DTYPES, dtype_of, save_merged
 from baton.records.evaluation import shown_share
 from baton.records.metrics import read_metrics
@@ -60,6 +60,7 @@ def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | Non
     checkpoint = _checkpoint(opened, step)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not an empty directory: export to another path, or remove it")
+    check_output_directory(to)
     chosen = dtype or dtype_of(str(opened.recipe()["model"]["path"]))
     if chosen not in EXPORT_DTYPES:
         raise UserError(f"dtype: got {dtype!r}, allowed are {', '.join(EXPORT_DTYPES)}")

@@ -20,6 +20,7 @@ from baton.files import atomic_directory, memory_directory, remove_leftovers, se
 from baton.policy.load import device_type, dtype_here
 from baton.policy.tokenizer import Tokenizer, check_model_path, model_directory
 from baton.recipe.changes import changes_of, compare_for_resume, with_current_keys
+from baton.recipe.load import FUNCTIONS, PATHS
 from baton.recipe.recipe import Recipe, WarmStart
 from baton.records.journal import Journal
 from baton.records.run_directory import RunDirectory, without_none
@@ -92,7 +93,8 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
         if recorded is not None:
             old = before.get("model", {}).get("path")
             path = _as_recorded(path, old) or path
-            if old is not None and Path(path).parent == Path(old).parent and Path(old).parent.name == "checkpoints":
+            there, before_there = (Path(each or "").parent.resolve() for each in (path, old))
+            if old is not None and there == before_there and there.name == "checkpoints":
                 path = old  # the recipe may name a run that has newer checkpoints now
         elif "@" not in path and not Path(path).is_dir():
             check_model_path(path)
@@ -194,7 +196,8 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         return ResumePoint(LoopState(), None)
     run = RunDirectory.open(path)
     remove_leftovers(run.checkpoints)  # restores a checkpoint whose replacement was interrupted
-    recorded, resolved = _recorded(run), without_none(recipe.model_dump(mode="json"))
+    resolved = without_none(recipe.model_dump(mode="json"))
+    recorded = _recorded(run, resolved)
     for warning in compare_for_resume(recorded, resolved):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
@@ -224,13 +227,29 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     return ResumePoint(state, checkpoint, is_new=False)
 
 
-def _recorded(run: RunDirectory) -> dict[str, Any]:
-    """Return the resolved recipe of a run. A key that did not exist when the recipe was written gets its default."""
-    recorded = with_current_keys(run.recipe())
-    try:
-        return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]
-    except ValidationError:  # a value is no longer allowed; the later comparison of the recipes reports its key
-        return recorded
+def _recorded(run: RunDirectory, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resolved recipe of a run, to compare it with `resolved`. A key that did not exist when the recipe was
+    written gets its default. A path has the form that it has in `resolved`, if both forms mean the same file."""
+    recorded, facts = with_current_keys(run.recipe()), run.facts()
+    with suppress(ValidationError):  # a value is no longer allowed; the later comparison of the recipes reports its key
+        recorded = without_none(Recipe.model_validate(recorded).model_dump(mode="json"))
+    directory = Path([facts, *facts["resumed"]][-1].get("directory", ""))
+    return with_paths_of(resolved, recorded, directory)  # type: ignore[no-any-return]
+
+
+def with_paths_of(new: Any, old: Any, directory: Path, key: str = "") -> Any:
+    """Return a part of a recipe, `old`, with the paths of `new` that mean the same files. `directory`: directory to
+    which relative paths of `old` are relative; those of `new` are relative to the current directory. `key`: dotted name
+    of the part."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = {name: f"{key}.{name}".removeprefix(".") for name in old}
+        return {name: with_paths_of(new.get(name), old[name], directory, part) for name, part in parts.items()}
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [with_paths_of(*pair, directory, key) for pair in zip(new, old, strict=True)]
+    if not (isinstance(old, str) and isinstance(new, str)) or key not in (*PATHS, *FUNCTIONS):
+        return old
+    (file, name), (new_file, new_name) = (t.partition(":")[::2] if key in FUNCTIONS else (t, "") for t in (old, new))
+    return new if name == new_name and (directory / file).resolve() == Path(new_file).resolve() else old
 
 
 def open_run(
@@ -245,7 +264,7 @@ def open_run(
             trainer.restore(place.checkpoint)
             set_aside_checkpoints(run.checkpoints, place.state.step)
         run.cut_after(place.resume_step)
-        changes = changes_of(_recorded(run), resolved)
+        changes = changes_of(_recorded(run, resolved), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
             # delete rewards before writing the new recipe: if the process is killed in between, the recorded recipe is
             # still the old one, so the next start detects the changed keys again and deletes the rewards

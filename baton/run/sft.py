@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
-from baton.files import atomic_directory, writing
+from baton.files import atomic_directory, check_output_directory, writing
 from baton.policy.load import end_ids, load_model, torch_device, turn_end_id
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
@@ -64,7 +64,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
     """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically. Raises UserError if
     the run or the output exists and `overwrite` is False, or if the warm-up is too long."""
     schedule_of(recipe.sft).check("sft")
-    _check_output(Path(recipe.output), overwrite=overwrite)
+    _check_output(Path(recipe.output), recipe.run.path, overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     with RunLock.take(recipe.run.path, observer.said) as lock:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
@@ -75,8 +75,12 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
         return report
 
 
-def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` exists and is not a model."""
+def _check_output(output: Path, run: Path, *, overwrite: bool) -> None:
+    """Raise UserError if `output` cannot be written, if it would replace the directory `run`, if it is a model and
+    `overwrite` is False, or if it exists and is not a model."""
+    check_output_directory(output)
+    if run.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"output: {output} would replace the run's directory {run}: choose another output")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
@@ -97,15 +101,16 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock, ending:
         mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
         with closing(mixture):
             mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
+    threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
+    model, tokenizer, examples = _parts(recipe)
+    examples = chain([next(examples)], examples)  # errors of the data are raised before the run's directory is created
     resolved = recipe.model_dump(mode="json")
     wandb = start_wandb(recipe.run.path, recipe.log, without_none(resolved), is_new=True)
     if wandb is not None:
         ending.callback(wandb.close)
     run = RunDirectory.create(recipe.run.path, lock)
     ending.callback(lock.release, "failed")
-    threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     run.write_start(resolved, seed=recipe.run.seed, threads=threads)
-    model, tokenizer, examples = _parts(recipe)
     losses: list[float] = []
     tokens = 0
 

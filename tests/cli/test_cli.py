@@ -183,6 +183,17 @@ def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) 
     assert "lacks model-00002-of-00002.safetensors, which its index lists" in mistake(*arguments)
 
 
+def test_a_dry_run_checks_the_files_of_the_reference_model(small: Any, tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    arguments = ("train", small.recipe, f"algorithm.reference={reference}", "algorithm.kl_coef=0.1", "--dry-run")
+    assert mistake(*arguments).startswith(f"algorithm.reference: there is no directory '{reference}'")
+    shutil.copytree(small.model, reference)
+    invoke(*arguments)
+    file = reference / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    assert mistake(*arguments).startswith(f"algorithm.reference: {file} is damaged")
+
+
 def test_keys_say_how_a_list_is_overridden() -> None:
     assert "overrides number the entries from 0, such as task.0.name=…" in " ".join(invoke("keys", "task")[0].split())
     assert "from 0" not in invoke("keys", "engine")[0]

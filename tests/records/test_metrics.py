@@ -184,9 +184,11 @@ def test_wandb_that_fails_at_the_end_stops_nothing(
 
 
 def test_wandb_that_does_not_start_says_what_to_do(tmp_path: Path, wandb: FakeWandb) -> None:
-    wandb.fault = wandb.errors.Error("No API key configured. Use `wandb login` to log in.")
-    with pytest.raises(UserError, match=r"wandb login.*WANDB_MODE=offline"):
-        start_wandb(tmp_path, LogSettings(wandb="p"), {}, is_new=True)
+    login = wandb.errors.Error("No API key configured. Use `wandb login` to log in.")
+    for fault in (login, ValueError("1 validation error for Settings\nmode\n  Input should be 'online', wandb login")):
+        wandb.fault = fault
+        with pytest.raises(UserError, match=r"^Weights & Biases did not start: .*wandb login.*WANDB_MODE=offline"):
+            start_wandb(tmp_path, LogSettings(wandb="p"), {}, is_new=True)
 
 
 def test_wandb_that_is_not_installed_is_one_sentence_before_anything_starts(

@@ -121,4 +121,6 @@ def test_what_cannot_be_exported_is_refused(small: Any, tmp_path: Path) -> None:
         export_run(small.run, tmp_path / "out", dtype="int8")
     with pytest.raises(UserError, match=r"is not a run: it has no run\.json"):
         export_run(small.model, tmp_path / "out")
+    with pytest.raises(UserError, match=r"^cannot write .*note\.txt/out: Not a directory; give another directory$"):
+        export_run(small.run, tmp_path / "note.txt" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]

@@ -27,7 +27,7 @@ from baton.records.predictions import FILE, Prediction, Predictions
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop, train_here
 from baton.run.loop import LoopState
-from baton.run.resume import LOOP_STATE, skip_batch, with_dtypes, with_revisions
+from baton.run.resume import LOOP_STATE, skip_batch, with_dtypes, with_paths_of, with_revisions
 from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
 from baton.stop import Stopped, StopRequest
@@ -74,6 +74,7 @@ def recipe(model: Path, directory: Path, **changes: Any) -> Recipe:
         "algorithm": {"num_minibatches": 2},
         "eval": {"every": 4, "num_prompts": 4},
         "checkpoint": {"every": 2, "keep": 2},
+        "weights": {},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -242,6 +243,7 @@ def test_a_checkpoint_whose_replacement_was_interrupted_is_the_resume_point(
 
 @pytest.mark.parametrize(("path", "expected"), [
     ("runs/a/checkpoints/step_000100", "runs/a/checkpoints/step_000050"),
+    (f"{Path.cwd()}/runs/a/checkpoints/step_000100", "runs/a/checkpoints/step_000050"),
     ("runs/b/checkpoints/step_000100", "runs/b/checkpoints/step_000100"),
     ("models/step_000100", "models/step_000100"),
 ])  # fmt: skip
@@ -309,6 +311,54 @@ def test_the_resolved_recipe_of_an_earlier_baton_is_read_under_the_keys_of_today
     now = {"swarm": {"heartbeat_timeout_s": 9.0, "workers": 2}, "weights": {"keyframe_every": 4}}
     assert with_current_keys(before) == now
     assert compare_for_resume(before, now) == []
+
+
+def test_a_run_is_resumed_with_other_paths_to_the_same_files(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_files_in(directory: str, steps: int) -> Recipe:
+        tree = recipe(tiny_model, tmp_path, run__steps=steps).model_dump(mode="json")
+        tree["task"][1]["path"] = f"{directory}rows.jsonl"
+        tree["reward"] = [{"kind": "function", "function": f"{directory}own.py:length", "isolate": False}]
+        return Recipe.model_validate(tree)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "own.py").write_text("def length(response):\n    return len(response) % 5\n")
+    monkeypatch.chdir(tmp_path)
+    train(with_files_in("", 1), resume=False)
+    train(with_files_in(f"{tmp_path}/", 2), resume=True)
+    train(with_files_in("", 3), resume=True)
+    monkeypatch.chdir(elsewhere)
+    train(with_files_in("../", 4), resume=True)
+    run = RunDirectory.open(tmp_path / "r")
+    assert [list(resumed["changed"]) for resumed in run.facts()["resumed"]] == [["run.steps"]] * 3
+    for name in ("own.py", "rows.jsonl"):
+        (elsewhere / name).write_bytes((tmp_path / name).read_bytes())
+    with pytest.raises(UserError, match=r"this recipe changes task\.1\.path: .*; reward\.0\.function: "):
+        train(with_files_in("", 5), resume=True)
+
+
+@pytest.mark.parametrize("key", ["task.tools", "eval.task.tools"])
+def test_paths_of_tools_may_also_be_written_differently(key: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    old, new = ["own.py:add", "own.py:sub"], [f"{tmp_path}/own.py:add", f"{tmp_path}/own.py:product"]
+    assert with_paths_of(new, old, tmp_path, key) == [new[0], old[1]]
+
+
+def test_a_run_keeps_the_published_files_of_another_run_with_its_name(tiny_model: Path, tmp_path: Path) -> None:
+    shared, console = tmp_path / "shared", Console(quiet=True)
+    shared.mkdir()
+    first, second = (
+        recipe(tiny_model, tmp_path / name, weights__files=str(shared), engine__processes=1) for name in "ab"
+    )
+    loop = build_loop(first, TerminalObserver(console, 1), resume=False, overwrite=False)
+    weights = loop.trainer.publish()  # its file is removed with this object
+    (published,) = shared.rglob("*.safetensors")
+    build_loop(second, TerminalObserver(console, 1), resume=False, overwrite=False).close()
+    assert published.exists(), weights
+    loop.close()
+    assert not list(shared.iterdir())
 
 
 def dtypes(device: str, recorded: dict[str, Any] | None = None, **sections: Any) -> tuple[str, str]:

@@ -181,6 +181,27 @@ def test_a_warm_start_that_fails_has_failed_but_not_the_run_that_it_would_have_r
         assert RunLock.status(tmp_path / "runs" / "warm") == status, name
 
 
+def test_a_mistake_in_data_or_model_makes_no_run_and_replaces_none(tmp_path: Path, small: Any) -> None:
+    data, run = tmp_path / "data.jsonl", tmp_path / "runs" / "warm"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1"}\n')
+    mistakes = {f"data={tmp_path}/bad.jsonl": "has no 'completion'", "model.device=meta:x": "model.device: got"}
+
+    def attempt(*changes: str, overwrite: bool = False) -> None:
+        warm_start(load_recipe(WarmStart, path, ["sft.steps=3", *changes]), WATCHED, overwrite=overwrite)
+
+    for overwrite in (False, True):
+        for change, complaint in mistakes.items():
+            with pytest.raises(UserError, match=complaint):
+                attempt(change, overwrite=overwrite)
+        assert run.exists() == overwrite
+        if not overwrite:
+            attempt()
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    assert RunLock.status(run) == "finished"
+
+
 ROOMS = """
 [[task]]
 name = "rooms"
@@ -365,6 +386,22 @@ def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tm
     attempt(overwrite=True)
     assert not (tmp_path / "made" / "old").exists()
     assert (tmp_path / "made" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("output", "complaint"), [
+    ("data.jsonl/made", "cannot write .*data.jsonl/made: Not a directory"),
+    ("runs/warm", "runs/warm would replace the run's directory .*runs/warm: choose another output"),
+    ("runs", "runs would replace the run's directory .*runs/warm: choose another output"),
+])  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_before_the_training(
+    output: str, complaint: str, tmp_path: Path, small: Any
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    with pytest.raises(UserError, match=complaint):
+        warm_start(load_recipe(WarmStart, path, [f"output={tmp_path / output}"]), WATCHED)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_off_a_terminal_steps_and_loss_are_plain_lines_and_every_step_has_metrics(tmp_path: Path, small) -> None:
