@@ -205,7 +205,9 @@ def test_a_callback_stops_a_run_that_then_resumes_with_a_changed_recipe(train: C
     assert longer.metrics()[3]["policy/lr"] == pytest.approx(1e-5)
 
 
-@pytest.mark.parametrize("callbacks", [StopAfter(1), [StopAfter], [print], None], ids=["an object", "a class", "a function", "None"])
+@pytest.mark.parametrize(
+    "callbacks", [StopAfter(1), [StopAfter], [print], None], ids=["an object", "a class", "a function", "None"]
+)
 def test_wrong_callbacks_are_refused_before_a_run_exists(train: Callable[..., baton.Run], callbacks: Any) -> None:
     with pytest.raises(UserError, match=r"^callbacks: got .*, allowed is a list of objects with a method on_step$"):
         train(evenness, callbacks=callbacks)
