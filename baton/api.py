@@ -175,7 +175,9 @@ def _tree(
     changes: Any = {} if config is None else config
     if not isinstance(changes, Mapping):
         raise UserError(f"config: got {changes!r}, allowed is a dict of keys and values")
-    directory = Path(changes.get("run.directory", run.get("directory", "runs"))) / ".data"
+    own = changes.get("run")
+    own = {**run, **own} if isinstance(own, Mapping) else run
+    directory = Path(changes.get("run.directory", own.get("directory", "runs"))) / ".data"
     played = environment_section(environment, tools, reward)
     rewards = reward_sections("correct" if tools else reward)
     tests = [] if eval_data is None else [task_section(eval_data, rewards, directory, played)]
@@ -200,7 +202,9 @@ def _tree(
     }
     for key, value in changes.items():
         # a section given as a dict changes only the keys of the dict
-        section: Any = {"name": algorithm} if key == "algorithm" else tree.get(key)
+        section: Any = tree.get(key)
+        if key == "algorithm" and isinstance(section, str):
+            section = {"name": section}
         is_section = isinstance(section, dict) and isinstance(value, Mapping)
         set_key(tree, key, {**section, **value} if is_section else value)
     return tree
@@ -227,7 +231,8 @@ class TrainableRecipe(Recipe):
         return cls.of(read_tree(Path(path)), str(path))
 
     def override(self, changes: Mapping[str, Any]) -> Self:
-        """Return a copy of the recipe in which the given keys have new values, such as `{"trainer.lr": 1e-6}`."""
+        """Return a copy of the recipe in which the given keys have new values, such as `{"trainer.lr": 1e-6}`. A
+        section that is given as a dict replaces the whole section."""
         tree = deepcopy(self._tree)
         for key, value in changes.items():
             set_key(tree, key, value)

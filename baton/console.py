@@ -76,7 +76,7 @@ class Console(rich.console.Console):
         say("standard output is closed: the command continues without printing to it")
 
     def render_str(self, text: str, **options: Any) -> Text:  # escapes must be present when rich measures widths
-        return super().render_str(visible(text), **options)
+        return super().render_str(self._encodable(visible(text)), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -113,7 +113,7 @@ def check_output(path: Path) -> None:
 def check_output_directory(path: Path) -> None:
     """Raise UserError if `atomic_directory` could not write a user's output directory `path`."""
     try:
-        if path.is_mount():
+        if os.path.ismount(path):  # `Path.is_mount` is wrong for "." in Python 3.11
             raise UserError(f"cannot write {path}: a mount point cannot be replaced; give a directory within it")
         parent = next(each for each in path.absolute().parents if each.exists())
         with TemporaryDirectory(prefix=f".{path.name}.unfinished", dir=parent):

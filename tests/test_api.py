@@ -215,9 +215,16 @@ def test_wrong_callbacks_are_refused_before_a_run_exists(train: Callable[..., ba
 
 
 def test_a_section_in_config_keeps_the_keys_of_the_other_arguments(train: Callable[..., baton.Run]) -> None:
-    sections = {"algorithm": {"clip_low": 0.1, "num_minibatches": 1}, "run": {"threads": 1}, "eval": {"every": 1}}
+    sections = {
+        "algorithm.kl_coef": 0.25,
+        "algorithm": {"clip_low": 0.1, "num_minibatches": 1},
+        "run": {"threads": 1, "directory": "other"},
+        "eval": {"every": 1},
+    }
     recipe = train(evenness, algorithm="dapo", eval_data=QUESTIONS[:3], steps=1, config=sections).recipe
-    assert (recipe.algorithm.name, recipe.algorithm.clip_low, recipe.run.steps) == ("dapo", 0.1, 1)
+    algorithm = recipe.algorithm
+    assert (algorithm.name, algorithm.clip_low, algorithm.kl_coef, recipe.run.steps) == ("dapo", 0.1, 0.25, 1)
+    assert recipe.task[0].path.startswith("other/.data/")
     assert (recipe.eval.every, [each.name for each in recipe.eval.task]) == (1, ["data_test"])
 
 

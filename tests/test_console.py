@@ -123,11 +123,15 @@ def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
     out.print("0.4 → 0.9 é")
     out.print(Panel("a response"))
+    table = Table("→ x")
+    table.add_row("→ y")
+    out.print(table)
     text, _, panel = printed.getvalue().decode("latin-1").partition("\n")
     assert text == "0.4 \\u2192 0.9 é"
     assert "a response" in panel
     assert panel.isascii()
-    assert "\\u" not in panel
+    assert {"\\u2192 x", "\\u2192 y"} == set(re.findall(r"\S+ [xy]", panel)), "cells are as wide as what they hold"
+    assert panel.count("\\u") == 2, "lines of ASCII"
     printed.truncate(0)
     printed.seek(0)
     print_json(["é → 🙂"])

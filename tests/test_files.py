@@ -118,12 +118,15 @@ def test_an_output_that_cannot_be_written_is_refused_and_not_changed(tmp_path: P
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_output_directory_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+def test_an_output_directory_that_cannot_be_written_is_refused_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "out", tmp_path / ("x" * 250), Path("/dev/null/out"), Path("/")):
         with pytest.raises(UserError, match=f"^cannot write {path}: "):
             check_output_directory(path)
-    for path in (tmp_path, tmp_path / "out", tmp_path / "a" / "b"):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path, tmp_path / "out", tmp_path / "a" / "b", Path()):
         check_output_directory(path)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 

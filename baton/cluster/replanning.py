@@ -126,7 +126,8 @@ class Replanner:
             work = msgspec.structs.replace(work, max_batch=most)
         if self.plan.reward is not None:  # the reward model stays where it is
             cluster, reward = beside(cluster, self.plan.reward, {machine.name for machine in machines})
-            work = msgspec.structs.replace(work, reward_model=None, **reward.timing)
+            work = msgspec.structs.replace(work, **reward.timing)
+        work = msgspec.structs.replace(work, reward_model=None)
         path = recipe.fleet.calibration
         calibration = None if path is None else load_recipe(CalibrationSettings, Path(path))
         known = calibrate((node.gpu for node in cluster.nodes), calibration).at()

@@ -126,7 +126,10 @@ class _Gymnasium:
         self._is_discrete = hasattr(getattr(inner, "action_space", None), "n")
         self._text = ""
         self.close = getattr(inner, "close", lambda: None)
-        self.canonical = getattr(inner, "canonical", None)
+        # wrappers of Gymnasium 1.0 have no methods of the environment that they wrap
+        self.canonical = getattr(inner, "canonical", None) or getattr(
+            getattr(inner, "unwrapped", None), "canonical", None
+        )
 
     def reset(self, *, seed: int, **row: Any) -> str:
         accepted = inspect.signature(self._inner.reset).parameters

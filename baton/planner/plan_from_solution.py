@@ -294,10 +294,10 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
     filled = b.rollout_s + b.reward_s
     found = []
     if not b.overlaps:
-        found.append(
-            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) alternate, because max_staleness is 0 "
-            "or both use the same GPUs"
-        )
+        trains = {gpu for stage in plan.training.stages for gpu in stage.gpu_ids}
+        shares = any(not trains.isdisjoint(replica.gpu_ids) for replica in plan.replicas)
+        why = "both use the same GPUs" if shares else "max_staleness is 0"
+        found.append(f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) alternate, because {why}")
     elif b.train_s >= filled:
         found.append(f"training is the bottleneck: {seconds(b.train_s)}; rollout and scoring take {seconds(filled)}")
     else:

@@ -69,6 +69,13 @@ class OffersSettings(Settings):
         gpus = gpu_types(self.gpu)
         for place, offer in enumerate(self.offers):
             find_gpu(offer.gpu, gpus, f"offers.{place}.gpu")
+        offered = sorted({offer.gpu for offer in self.offers})
+        for place, link in enumerate(self.links.between):
+            if not set(link.ends) <= set(offered):
+                raise ValueError(
+                    f"links.between.{place}.ends: got {', '.join(link.ends)}, allowed are two of the GPU types of the "
+                    f"offers: {', '.join(offered)}"
+                )
         return self
 
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:

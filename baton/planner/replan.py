@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from baton.clock import time_left
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solution, solve_exact
@@ -22,7 +23,7 @@ from baton.planner.plan_from_solution import describe
 from baton.planner.problem import AssignmentProblem, Inputs, Ints, TrainTable
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.reward_stage import stage_choices
-from baton.planner.solve import make_plan, restricted, solve
+from baton.planner.solve import make_plan, restricted
 from baton.planner.training_shapes import Pipelines, Shapes, evaluated
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan, RewardStage
@@ -87,7 +88,8 @@ def replan(
     inputs: Inputs, running: Plan, stage: RewardStage | None = None, *, slack: float = 0.02, time_limit_s: float = 30.0
 ) -> Replanned:
     """Plan the current cluster, as the module describes. `stage`: the reward stage of the plans. `inputs`: the cluster
-    without the GPUs of the reward stage, and a workload with the scoring time of this stage."""
+    without the GPUs of the reward stage, and a workload with the scoring time of this stage. The search may exceed
+    `time_limit_s`, as that of `make_plan`."""
     problem = _with_mixed_stage(make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
     before = jobs(running)
@@ -95,17 +97,14 @@ def replan(
     program = RolloutProgram(problem)
     kept = _surviving(problem, running, there)
     row = _same_shape(problem, running, there)
+    left_s = time_left(time_limit_s)
+    is_mixed = inputs.mixed_stages or running.training.is_mixed
+    new = make_plan(msgspec.structs.replace(inputs, mixed_stages=is_mixed), time_limit_s=time_limit_s, prefer=prefer)
     ways: list[tuple[str, AssignmentProblem, Solution | None]] = []
-    if running.training.is_mixed:  # `make_plan` does not consider this mixed stage
-        richer, anew = solve(problem, "exact", time_limit_s)
-        new, least_s = describe(richer, anew, "exact", prefer), anew.bound_s
-    else:
-        new = make_plan(inputs, time_limit_s=time_limit_s, prefer=prefer)
-        least_s = new.bound.step_s
     if row is not None:
         narrowed = _only(problem, row)
         ways += [
-            ("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]),
+            ("training kept", narrowed, solve_exact(narrowed, time_limit_s=max(5.0, left_s()))[0]),
             ("training and replicas kept", problem, _filled(problem, program, row, kept)),
         ]
     else:
@@ -117,7 +116,7 @@ def replan(
     whole, is_kept = there | own, running.reward is not None and own <= set(running.reward.gpu_ids)
     suffix = "" if stage is None or is_kept else ", other GPUs for the reward model"
     for name, plan in plans.items():
-        bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
+        bound = Bound.of(plan.breakdown.step_s, new.bound.step_s, "over all plans of this cluster")
         plan = msgspec.structs.replace(plan, method=f"exact, {name}", bound=bound, reward=stage)
         after = jobs(plan)
         moved = tuple(sorted(gpu for gpu in whole & set(before) if before[gpu] != after[gpu]))

@@ -33,7 +33,8 @@ def make_plan(
     inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0, prefer: Mapping[str, str] = {}
 ) -> Plan:
     """Return the best plan of a cluster. Raises UserError with the binding constraint if no plan is feasible. `prefer`:
-    as in `describe`.
+    as in `describe`, unless machines that are not preferred give a faster plan. The search may exceed `time_limit_s`:
+    each part of a cluster gets at least 5 s.
 
     A pool of several nodes communicates over the links between these nodes, so a plan that uses only one node of a pool
     can be faster. In clusters of at most `MOST_GPUS_IN_PARTS` GPUs, each pool is therefore also tried with a single

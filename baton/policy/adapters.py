@@ -192,7 +192,7 @@ def base_of_adapter(directory: Path) -> str | None:
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         base, revision = config["base_model_name_or_path"], config.get("revision")
-        if not isinstance(base, str):
+        if not base or not isinstance(base, str):
             raise Damaged(f"{file} names no base model: set base_model_name_or_path to its directory or hub name")
         return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:

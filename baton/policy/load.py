@@ -198,6 +198,8 @@ def check_weight_files(path: str) -> None:
         names = sorted(set(read_index(directory).values()))
     except ValueError as error:
         raise UserError(f"model.path: {error}") from error
+    if (directory / "model.safetensors").is_file():
+        names = ["model.safetensors"]  # other files are not read
     names = names or [file.name for file in directory.glob("*.safetensors")]
     if not names and not list(directory.glob("pytorch_model*.bin")):
         raise UserError(f"model.path: {path!r} holds no weights; copy or download the model again")

@@ -13,7 +13,8 @@ exactly one state, and the `Ledger` counts each of its tokens in exactly one acc
 The mode determines when a new group may be opened:
 
     sync, async   floor((N − 1) / batch_groups) ≤ v + max_staleness               (AReaL, arXiv 2505.24298, equation 3)
-    partial       at most overprovision × batch_groups groups are in no batch     (APRIL, arXiv 2509.18521)
+    partial       at most overprovision × batch_groups groups are in no batch     (APRIL, arXiv 2509.18521);
+                  without overprovision: see `_may_open`
 
 N counts the new group and all groups opened before it, except filtered and dropped groups. v is the oldest version that
 a worker may serve. In `sync`, max_staleness is 0. In the modes `sync` and `partial`, trajectories are generated only
@@ -69,7 +70,7 @@ class RolloutScheduler:
         """Dropped groups whose prompts will be tried again. Each entry has the id of the dropped group and the number
         of attempts at its prompt so far."""
         self._leased: dict[tuple[int, int], None] = {}
-        self._generating: dict[int, int] = {}
+        self.generating: dict[int, int] = {}
         """Id of each group with unfinished trajectories → number of these trajectories."""
         self.num_acting = 0
         """Number of trajectories whose environment has not answered yet."""
@@ -100,7 +101,7 @@ class RolloutScheduler:
                 if member.state is TrajectoryState.PENDING:
                     self._put_back(member)
             if unfinished := sum(not member.is_finished for member in group.members):
-                self._generating[group.group_id] = unfinished
+                self.generating[group.group_id] = unfinished
             if not group.num_unscored:
                 commands += self._complete(group)
         return commands
@@ -162,9 +163,9 @@ class RolloutScheduler:
             case ev.Finished():
                 self._release(event, TrajectoryState.SCORING)
                 self.step.finished += 1
-                self._generating[event.group_id] -= 1
-                if not self._generating[event.group_id]:
-                    del self._generating[event.group_id]
+                self.generating[event.group_id] -= 1
+                if not self.generating[event.group_id]:
+                    del self.generating[event.group_id]
             case ev.TurnEnded():
                 self._release(event, TrajectoryState.ACTING)
                 self.num_acting += 1
@@ -220,7 +221,7 @@ class RolloutScheduler:
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
         """Discard a trajectory's tokens, and generate it again. `cause`: key of the tokens in `Ledger.lost`."""
         if trajectory.is_finished:
-            self._generating[trajectory.group_id] = self._generating.get(trajectory.group_id, 0) + 1
+            self.generating[trajectory.group_id] = self.generating.get(trajectory.group_id, 0) + 1
         self._lose(cause, trajectory.forget())
         yield ev.Restart(trajectory.group_id, trajectory.sample_index)
         self._put_back(trajectory)
@@ -279,7 +280,7 @@ class RolloutScheduler:
                     return False
                 # if scoring is slower than generation, tokens of further groups would be too old when they are scored
                 is_fresh = len(self._groups) < (rules.max_staleness + 1) * rules.batch_groups
-                return is_fresh or len(self._groups) - len(self._generating) < rules.batch_groups
+                return is_fresh or len(self._groups) - len(self.generating) < rules.batch_groups
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
 
@@ -326,7 +327,7 @@ class RolloutScheduler:
         group = TrackedGroup.new(group_id, self.rules.group_size, opened_at=self.version, attempts=attempts)
         self._groups[group_id] = group
         self._buffer.opened(group_id)
-        self._generating[group_id] = len(group.members)
+        self.generating[group_id] = len(group.members)
         for member in group.members:
             heapq.heappush(self._pending, (True, group_id, member.sample_index))
         yield ev.Open(group_id, again)
@@ -345,7 +346,8 @@ class RolloutScheduler:
                 failed = f", or fewer than two could be computed (the last failure: {self.step.failure})"
                 raise UserError(
                     f"rollout.dynamic_sampling filtered {limit} groups for one batch of {self.rules.batch_groups}, "
-                    f"because in each group all rewards were equal{failed if self.step.failure else ''}; use tasks "
+                    f"because in each group all rewards were equal{failed if self.step.failure else ''}; "
+                    f"{'repair the scorer, ' if self.step.failure else ''}use tasks "
                     "that are neither too easy nor too hard, a larger rollout.group_size, or "
                     "rollout.dynamic_sampling = false"
                 )

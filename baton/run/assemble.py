@@ -368,7 +368,7 @@ def _open_trainer(
 ) -> tuple[Trainer, Callable[[LoopState], Callable[[], SavedCheckpoint]]]:
     """Return the trainer, and the function that saves a checkpoint (`Loop.save_checkpoint`)."""
     own = blake3(str(recipe.run.path.resolve()).encode()).hexdigest(length=8)  # runs may share the directory
-    publish_in = recipe.weights.files_in(recipe.run.path) / f".{own}.versions.unfinished"
+    publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name[:40]}.{own}.versions.unfinished"
     trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
     opened.callback(trainer.close)
     # raises UserError for `checkpoint.background` without /dev/shm, so it comes before `open_run`

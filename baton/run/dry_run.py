@@ -40,7 +40,7 @@ from baton.run.tokenization import PromptEncoder
 from baton.specs.model import ModelSpec
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.trainer.factory import check_vocabulary
+from baton.trainer.factory import check_not_adapted, check_vocabulary
 from baton.trainer.memory import spec_of
 from baton.trainer.optimizer import Schedule
 
@@ -181,6 +181,7 @@ def _check_trainable(recipe: Recipe, model: PreTrainedModel) -> None:
     """Raise UserError if the model cannot be divided among ranks, adapted or replayed as the recipe asks."""
     trainer = recipe.trainer
     if recipe.lora is not None:
+        check_not_adapted(recipe.model.path)
         check_targets(model, recipe.lora)
     if trainer.tensor_parallel > 1:
         products_plan(model, trainer.tensor_parallel)
@@ -192,9 +193,12 @@ def _check_trainable(recipe: Recipe, model: PreTrainedModel) -> None:
 
 def _check_reference(path: str, policy: PretrainedConfig) -> None:
     """Raise UserError if a reference model is missing or incomplete, or has another vocabulary than the policy."""
-    base = base_of_adapter(Path(path)) or path
+    base = path
+    while (below := base_of_adapter(Path(base))) is not None:
+        base = below
     try:
-        check_model_path(base)
+        if not Path(base).is_dir():
+            check_model_path(base)
         check_weight_files(base)
         config = read_config(base, f"model.path: {base!r} is not a causal LM")
     except UserError as error:

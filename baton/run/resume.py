@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -249,7 +250,7 @@ def with_paths_of(new: Any, old: Any, directory: Path, key: str = "") -> Any:
     if not (isinstance(old, str) and isinstance(new, str)) or key not in (*PATHS, *FUNCTIONS):
         return old
     (file, name), (new_file, new_name) = (t.partition(":")[::2] if key in FUNCTIONS else (t, "") for t in (old, new))
-    return new if name == new_name and (directory / file).resolve() == Path(new_file).resolve() else old
+    return new if name == new_name and os.path.realpath(directory / file) == os.path.realpath(new_file) else old
 
 
 def open_run(

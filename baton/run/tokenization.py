@@ -44,8 +44,9 @@ class PromptEncoder:
                 advice = "change the messages in the data, or choose another model"
                 if not prompt.is_conversation and len(prompt.messages) > 1:
                     advice = "set answer.instruct = false, and state the answer format in the prompts"
+                where = f"task {prompt.task!r}" if prompt.task else "data"
                 raise UserError(
-                    f"task {prompt.task!r}: the model's chat template refuses messages with the roles {roles}: "
+                    f"{where}: the model's chat template refuses messages with the roles {roles}: "
                     f"{first_line(error)}; {advice}"
                 ) from error
         return self.bridge.prompt(prompt.messages, prompt.metadata.get("tools", ()))

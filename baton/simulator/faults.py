@@ -149,7 +149,7 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
         try:
             preempted_s, for_s = float(row["at_s"]), float(row.get("for_s") or 0)
             at_s = max(preempted_s - spot.notice_s, 0.0)  # NaN stays NaN, which FaultSettings refuses
-            if for_s:  # `for_s` begins at the preemption
+            if for_s > 0:  # `for_s` begins at the preemption
                 for_s += preempted_s - at_s
             found.append(FaultSettings(kind=kind, at_s=at_s, worker=row["worker"], for_s=for_s))
         except (TypeError, ValueError) as error:  # a short line has None in its last columns

@@ -138,7 +138,8 @@ class PlanSource:
         count = len(replica.gpu_ids)
         if not replica.memory_bytes:  # the plan was made with a table of rates
             speed = FlatSpeed(0.0, 1 / replica.tokens_per_s)
-            return EngineSpec(name, RATED_SLOTS, speed, weight=replica.tokens_per_s, num_gpus=count)
+            slots = replica.batch if replica.batch > 1 else RATED_SLOTS  # earlier versions wrote 1
+            return EngineSpec(name, slots, speed, weight=replica.tokens_per_s, num_gpus=count)
         layers = tuple(last - first for first, last in replica.layers)
         place = self._place(replica)
         return EngineSpec(
@@ -279,7 +280,10 @@ class RecipeSource:
                 key: getattr(known, key)
                 for key in ("prompt", "trained_share", "reward_latency_s", "reward_concurrency")
             }
-            changes["output"] = _cut(known.output, recipe.rollout.max_new_tokens)
+            longest = recipe.rollout.max_new_tokens
+            changes["output"] = _cut(known.output, longest)
+            if known.output.longest > longest:
+                notes.append(f"responses of the workload end after {longest} tokens (rollout.max_new_tokens)")
         else:
             longest = recipe.rollout.max_new_tokens
             mean = max(1.0, longest / 4)

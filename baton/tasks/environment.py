@@ -16,7 +16,7 @@ from baton.environments.pool import EnvironmentPool
 from baton.environments.settings import EnvironmentSettings
 from baton.errors import UserError
 from baton.tasks.problem import Problem
-from baton.types import Message
+from baton.types import FailureCause, Message
 
 SHIPPED = {
     "sokoban": "baton.environments.sokoban:Sokoban",
@@ -77,13 +77,14 @@ class EnvironmentTask:
         request = ActRequest(EpisodeKey(-1, 0, 0), self.name, reset_seed, row)
         for _ in range(RESETS):
             first = self._reset(request)
-            if isinstance(first, Observation):
+            # the pool has already repeated a reset that timed out or ended its process
+            if isinstance(first, Observation) or first.cause in (FailureCause.TIMEOUT, FailureCause.CRASHED):
                 break
         if isinstance(first, ActFailure):
             place = f", row {index % len(self.rows)} of the dataset, counted from 0" if self.rows else ""
             raise UserError(
-                f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause}, in each of "
-                f"{RESETS} attempts with seed {reset_seed}{place}); repair the environment or the row"
+                f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause}, with "
+                f"seed {reset_seed}{place}); repair the environment or the row"
             )
         question = "\n\n".join(filter(None, (first.instructions, first.text)))
         metadata = {"environment": self.name, "seed": reset_seed, "row": row, "first_digest": first.digest}

@@ -345,7 +345,7 @@ class TaskMixture:
                     break
                 advice = "raise engine.max_context_tokens, because other prompts are too long, or " * bool(too_long)
                 if not isinstance(task, FileTask):
-                    advice += "request fewer, or widen its params"
+                    advice += "request fewer, widen its params, or add rows"
                 elif prompts or name in self._tests:
                     advice += "request fewer, or add rows"
                 else:

@@ -29,12 +29,8 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank
     settings = TrainerSettings.model_validate(setup.trainer)
     algorithm = AlgorithmSettings.model_validate(setup.algorithm)
     lora = None if setup.lora is None else LoraSettings.model_validate(setup.lora)
-    if lora is not None and base_of_adapter(Path(setup.model_path)) is not None:
-        raise UserError(
-            f"model.path: {setup.model_path!r} holds an adapter, and [lora] would train a second one that cannot be "
-            "loaded without the first; resume the adapter's run with --resume, or remove [lora] to train the merged "
-            "model"
-        )
+    if lora is not None:
+        check_not_adapted(setup.model_path)
     device = torch_device(setup.device)
     dtype = torch.float32 if lora is None else torch_dtype(settings.dtype, device)
     model = _load(setup, setup.model_path, dtype, device, parallel)
@@ -84,6 +80,15 @@ def _load_reference(
         raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
     check_vocabulary(path, model.config, policy.config)
     return model.requires_grad_(False)
+
+
+def check_not_adapted(path: str) -> None:
+    """Raise UserError if `path` holds an adapter, for a run that trains adapters itself."""
+    if base_of_adapter(Path(path)) is not None:
+        raise UserError(
+            f"model.path: {path!r} holds an adapter, and [lora] would train a second one that cannot be loaded without "
+            "the first; resume the adapter's run with --resume, or remove [lora] to train the merged model"
+        )
 
 
 def check_vocabulary(path: str | None, reference: PretrainedConfig, policy: PretrainedConfig) -> None:

@@ -344,10 +344,9 @@ def pad(
 ) -> MicroBatch:
     """Return a microbatch of rows padded on the right.
 
-    Columns and empty rows are added until row count and width are multiples of `multiples`; no empty row is added that
-    would exceed `max_tokens` tokens. `is_packed`: forward passes
-    concatenate the rows. `shares_prompts`: forward passes concatenate the rows, and consecutive rows with the same
-    prompt share the prompt.
+    Columns are added until the width is a multiple of `multiples[1]`. Empty rows are added as `filled` states, so they
+    do not exceed `max_tokens`. `is_packed`: forward passes concatenate the rows. `shares_prompts`: forward passes
+    concatenate the rows, and consecutive rows with the same prompt share the prompt.
     """
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)

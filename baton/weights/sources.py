@@ -72,16 +72,20 @@ class ChunkCache:
             self._sizes[f"chunks/{digest}"] = len(data)
 
     def put_or_halve(self, digest: str, data: bytes) -> str:
-        """Store a chunk and return an empty text. If the disk is full, keep at most half of the present bytes from now
-        on, and return a message for the user."""
+        """Store a chunk and return an empty text. If it cannot be stored, keep at most half of the present bytes from
+        now on, and return a message for the user."""
         with self._lock:
             try:
                 self.put(digest, data)
-            except StorageFault as error:
+                return ""
+            except (StorageFault, OSError) as error:
                 self._max_bytes = sum(self._sizes.values()) // 2
-                self._shrink(0)
-                return f"{error}; from now on, the cache keeps at most {self._max_bytes / 2**30:.2f} GiB"
-            return ""
+                try:
+                    self._shrink(0)
+                except OSError:  # nothing can be removed either, as on a read-only disk
+                    self._max_bytes = 0
+                kept = f"from now on, the cache keeps at most {self._max_bytes / 2**30:.2f} GiB"
+                return f"a chunk cannot be stored ({error.__cause__ or error}); {kept}"
 
     def _shrink(self, wanted: int) -> None:
         """Remove the oldest chunks until `wanted` more bytes fit."""

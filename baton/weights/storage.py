@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -195,7 +196,8 @@ class RemoteStorage:
             if self._files.exists(self._path(name)):
                 self._files.rm_file(self._path(name))
 
-        self._within(f"removing {name}", remove)
+        with suppress(FileNotFoundError):  # another process has removed it since
+            self._within(f"removing {name}", remove)
 
     def settle(self) -> None:
         """Do nothing: each write returned only after the remote side had stored the file."""

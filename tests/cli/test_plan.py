@@ -270,6 +270,11 @@ def test_offers_that_contradict_themselves_are_refused_with_a_sentence(files: Pa
         ('"H100"', '"H10"', "offers.toml: offers.1.gpu: unknown GPU 'H10'; did you mean 'H100'?"),
         ('"H100"', '"H20-paper"', "nodes: prices are in L20 and in USD"),
         ("inter_node_gb_per_s", "cross_type_gb_per_s", "links.inter_node_gb_per_s is missing"),
+        (
+            "= 5 }",
+            '= 5, between = [{ ends = ["H100", "h100x8-1"], gb_per_s = 1 }] }',
+            "links.between.0.ends: got H100, h100x8-1, allowed are two of the GPU types of the offers: ",
+        ),
     ):
         (files / "offers.toml").write_text(OFFERS.replace(old, new))
         assert sentence in mistake(files, *offers, cluster=False)

@@ -11,6 +11,7 @@ import pytest
 from plans import scoring
 from ray_rows import row
 
+from baton.cluster import replanning
 from baton.cluster.inventory import Machine, describe, machines
 from baton.cluster.placement import change, place
 from baton.cluster.replanning import MEASURED_STEPS, Replanner, with_trainer, workload_of
@@ -70,6 +71,17 @@ def test_a_plan_that_is_ready_after_the_trainer_has_stopped_is_not_used(tmp_path
     current = planner.plan
     assert planner.replan_workers(yard("h0", "l0"), lambda: True).workers is None
     assert planner.plan is current
+
+
+def test_a_reward_model_that_only_the_workload_has_does_not_end_a_replan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0")
+    plan = planned(before, of)
+    work = msgspec.structs.replace(replanning.workload_of(of), reward_model=read_model(Path(of.model.path)))
+    monkeypatch.setattr(replanning, "workload_of", lambda _: work)
+    answer = Replanner(of, plan).replan_workers(yard("h0", "l0", "l1"))
+    assert answer.workers is not None, answer.words
 
 
 def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path: Path) -> None:

@@ -103,6 +103,19 @@ class Canonical:
 class HiddenGuess(Canonical, Guess): ...
 
 
+class WrappedGuess:
+    """Like a wrapper of Gymnasium 1.0, which has no other methods of its environment."""
+
+    def __init__(self) -> None:
+        self.unwrapped = HiddenGuess()
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return self.unwrapped.reset(seed)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return self.unwrapped.step(action)
+
+
 class HiddenSkyRL(Canonical, SkyRL): ...
 
 
@@ -187,9 +200,9 @@ def test_a_conversation_as_prompt_keeps_its_roles(cls: str) -> None:
     assert first.digest == digest_of(first.canonical, 0.0, False, False)
 
 
-@pytest.mark.parametrize("cls", ["HiddenGuess", "HiddenSkyRL", "HiddenBank"])
+@pytest.mark.parametrize("cls", ["HiddenGuess", "WrappedGuess", "HiddenSkyRL", "HiddenBank"])
 def test_the_canonical_form_that_a_class_of_another_project_gives_is_used(cls: str) -> None:
-    row = {} if cls == "HiddenGuess" else {"prompt": "Guess.", "reward_spec": {"ground_truth": "4"}, "start": 3}
+    row = {} if cls.endswith("Guess") else {"prompt": "Guess.", "reward_spec": {"ground_truth": "4"}, "start": 3}
     first = made(cls).act(request(1, None, row=row))
     assert isinstance(first, Observation)
     assert first.canonical == "the hidden word"

@@ -26,7 +26,7 @@ from baton.planner.problem import Inputs, TrainTable
 from baton.planner.replan import replan, without_nodes
 from baton.planner.training_shapes import mixed_orders, mixed_rows
 from baton.simulator.input_sources import PlanSource, SimulationOptions
-from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.cluster import GB, Cluster, ClusterSettings
 from baton.specs.model import model_spec
 from baton.specs.plan import Bound, Plan
 from baton.specs.workload import WorkloadSettings
@@ -95,6 +95,18 @@ def test_machines_of_two_types_train_as_copies_that_add_their_gradients() -> Non
     link = 25e9 * asked.efficiencies.of("H100").link
     assert plan.training.comm_s == pytest.approx(4 * asked.model.params / link, rel=0.1)
     assert not make_plan(eights(1.0)).training.is_mixed
+
+
+def test_a_replan_of_a_mixed_stage_is_as_fast_as_the_plan_and_its_bound_holds() -> None:
+    """The machines of the slow type have different links. Ray replans without the option for mixed stages."""
+    of = cluster(("Fast", 1), ("Slow", 1), ("Slow", 1), ("Slow", 1))
+    rates = [[GB * (10 + 10 * ((a + b) % 3)) for b in range(4)] for a in range(4)]
+    asked = inputs(msgspec.structs.replace(of, bytes_per_s=rates), mixed_stages=True, algorithm={"epochs": 2}, **WIDE)
+    plan = make_plan(asked)
+    assert plan.training.is_mixed
+    found = replan(msgspec.structs.replace(asked, mixed_stages=False), plan, slack=0.0, time_limit_s=math.inf)
+    assert found.chosen.plan.breakdown.step_s <= plan.breakdown.step_s * (1 + 1e-9)
+    assert all(each.plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9) for each in found.options)
 
 
 def test_a_plan_with_a_mixed_stage_has_the_same_times_in_simulator_certainty_and_replan() -> None:

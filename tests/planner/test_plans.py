@@ -225,7 +225,7 @@ def test_without_overlap_the_sides_take_turns() -> None:
 def test_a_colocated_plan_does_not_name_the_staleness_bound_as_its_only_limit() -> None:
     """The bound is 4 here; all trajectories of a batch run at once."""
     plan = make_colocated_plan(inputs(cluster(("Fast", 2), fast_gb=8.0), max_staleness=4, engine={"max_batch": 24}))
-    assert any("or both use the same GPUs" in sentence for sentence in plan.limits)
+    assert any("alternate, because both use the same GPUs" in sentence for sentence in plan.limits)
     assert not any("max_staleness allows" in sentence for sentence in plan.limits)
     assert any("a batch has 24 running trajectories, and 24 run" in sentence for sentence in plan.limits)
 

@@ -323,7 +323,7 @@ def test_algorithms_that_do_not_fit_are_refused(base: Path, overrides: list[str]
 
 def test_a_group_of_one_is_for_algorithms_that_compare_nothing(base: Path) -> None:
     for name, preset in PRESETS.items():
-        overrides = [f"algorithm={name}", "rollout.group_size=1"]
+        overrides = [f"algorithm={name}", "rollout.group_size=1", "rollout.dynamic_sampling=false"]
         if preset.sets.get("advantage") in ("gae", "return_to_go"):
             assert load_recipe(Recipe, base, overrides).rollout.group_size == 1
         else:

@@ -202,7 +202,7 @@ def random_run(
         (EngineSpec("any", 1, FlatSpeed()),),
         TrajectoryWork(constant(4), lognormal(6, 1.0, 12), 0.5, trained_share=0.7),
         TrainSpeed(0.5, 0.0, 0.0),
-        ScoringSpec((0.0, 0.3)[seed % 2], 1.0, 4),
+        ScoringSpec((0.0, 0.3, 3.0)[seed % 3], 1.0, (4, 1)[seed % 2]),
         num_steps=num_wild + 3,
         checkpoint_every=2,
     )

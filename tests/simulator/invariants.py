@@ -269,6 +269,9 @@ class InvariantChecker:
             lambda: f"the scheduler counts {theirs}, the checker {dict(counts)}",
         )
         carried = leased = 0
+        unfinished = {g.group_id: sum(not m.is_finished for m in g.members) for g in scheduler.groups()}
+        held = {group_id: count for group_id, count in unfinished.items() if count}
+        self.check(scheduler.generating == held, "conservation", lambda: f"{scheduler.generating}, counted {held}")
         self.check({g.group_id for g in scheduler.groups()} == self._groups.keys(), "conservation", "open groups")
         for group in scheduler.groups():
             for member in group.members:

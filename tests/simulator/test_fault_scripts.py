@@ -95,6 +95,9 @@ def test_with_notice_a_replacement_still_starts_for_s_after_the_preemption(tmp_p
     starts = [(fault.kind, fault.at_s, fault.at_s + fault.for_s) for fault in schedule if fault.for_s]
     assert starts == [("leave", 0, 15), ("leave", 70, 160)]
     assert [fault.at_s for fault in schedule if not fault.for_s] == [20]
+    (tmp_path / "spot.csv").write_text("at_s,worker,for_s\n100,w1,-5\n")
+    with pytest.raises(UserError, match="line 2: at_s and for_s are seconds"):
+        read(tmp_path, f'[spot]\ntrace = "{tmp_path / "spot.csv"}"\nnotice_s = 30').schedule(0)
 
 
 def test_an_unknown_worker_is_named() -> None:

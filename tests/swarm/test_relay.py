@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
+from baton.weights.sources import ChunkCache
 from baton.weights.storage import LocalStorage
 from baton.weights.store import Store
 
@@ -204,7 +207,20 @@ def test_a_relay_whose_disk_is_full_keeps_fewer_chunks_and_still_sends_all(
     asyncio.run(scenario())
     last = store.find("run", 0).chunks[-1].digest  # type: ignore[union-attr]
     assert (tmp_path / "cache" / "chunks" / last).exists(), "there is room again"
-    assert "No space left on device); from now on, the cache keeps at most 0.00 GiB" in " ".join(said)
+    assert "No space left on device" in said[-1]
+    assert "; from now on, the cache keeps at most 0.00 GiB: free space, and restart the relay" in said[-1]
+
+
+def test_a_relay_whose_disk_allows_no_change_sends_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ChunkCache(tmp_path, max_bytes=8)
+    assert not cache.put_or_halve("a" * 64, b"12345678")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(LocalStorage, "remove", refuse)
+    assert "Read-only file system" in cache.put_or_halve("b" * 64, b"12345678")
+    assert not cache.put_or_halve("c" * 64, b"12345678"), "nothing more is stored, and nothing is said again"
 
 
 def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(

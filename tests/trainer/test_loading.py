@@ -50,6 +50,13 @@ def checked(path: Path) -> None:
     check_room(recipe, is_here=True)
 
 
+def adapter(directory: Path, base: Path) -> Path:
+    """Write the configuration of an adapter, and return its directory."""
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return directory
+
+
 WAYS = pytest.mark.parametrize("way", [loaded, empty, checked])
 
 
@@ -92,6 +99,8 @@ def test_weights_that_do_not_match_the_configuration_are_refused(path: Path) -> 
         (("lora.rank=2", "lora.targets=['nothing']"), r"lora.targets: got 'nothing', which matches no layer"),
         (("trainer.ranks=4", "trainer.tensor_parallel=4"), r"trainer.tensor_parallel: got 4, but Qwen3ForCausalLM has"),
         (("trainer.moe_replay=proximal",), r"trainer.moe_replay: Qwen3ForCausalLM has no routers"),
+        (("lora.rank=2", "model.path={below}"), "model.path: .* holds an adapter, and"),
+        (("algorithm.kl_coef=1", "algorithm.reference={adapted}"), "algorithm.reference: .* is damaged"),
         (("algorithm.kl_coef=1", "algorithm.reference=/nowhere"), "algorithm.reference: there is no directory"),
         (("algorithm.kl_coef=1", "algorithm.reference={cut}"), "algorithm.reference: .* is damaged"),
         (("algorithm.kl_coef=1", "algorithm.reference={other}"), "algorithm.reference: .* has a vocabulary of 48"),
@@ -103,8 +112,11 @@ def test_a_dry_run_refuses_what_the_trainer_cannot_do_with_the_model(
     tiny_model(vocab_size=48).save_pretrained(tmp_path / "other")
     cut = shutil.copytree(path, tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-4])
+    below = adapter(tmp_path / "below", cut.parent if "{adapted}" in overrides[-1] else path)
+    adapted = adapter(tmp_path / "adapted", below)
     file = write_recipe(tmp_path / "recipe.toml", path, tmp_path)
-    given = [each.format(cut=cut.parent, other=tmp_path / "other") for each in overrides]
+    places = {"cut": cut.parent, "other": tmp_path / "other", "below": below, "adapted": adapted}
+    given = [each.format(**places) for each in overrides]
     with pytest.raises(UserError, match=reason) as refused:
         check_room(load_recipe(Recipe, file, given), is_here=False)
     assert "\n" not in str(refused.value)

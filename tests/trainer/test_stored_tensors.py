@@ -151,6 +151,7 @@ def test_the_index_of_an_earlier_model_in_the_same_directory_is_ignored(tmp_path
     whole = tiny_model(seed=1)
     whole.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").is_file()
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"cut")
     check_weight_files(str(tmp_path))
     model = load_empty(str(tmp_path), dtype=torch.float32)
     fill_model(model, open_weights(str(tmp_path), model), CPU)
