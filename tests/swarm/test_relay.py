@@ -220,7 +220,7 @@ def test_a_relay_whose_disk_allows_no_change_sends_all_chunks(tmp_path: Path, mo
 
     monkeypatch.setattr(LocalStorage, "remove", refuse)
     assert "Read-only file system" in cache.put_or_halve("b" * 64, b"12345678")
-    assert not cache.put_or_halve("c" * 64, b"12345678"), "nothing more is stored, and nothing is said again"
+    assert not cache.put_or_halve("c" * 64, b"12345678"), "no later chunk is stored, and there is no second message"
 
 
 def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(
